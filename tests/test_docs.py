@@ -6,8 +6,6 @@ import pathlib
 import re
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import dpmp
@@ -19,6 +17,8 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
+# They compile for seconds, so that only the slow tests run them.
+LONG = {"audit", "data", "from_opacus", "lora", "recipes"}
 
 
 def blocks(page):
@@ -33,34 +33,26 @@ def with_noise(mechanism, *, epsilon, delta):
     return dataclasses.replace(mechanism, noise_multiplier=1.5, delta=delta)
 
 
-def traced(trainer, params, data):
-    """Takes the place of `fit`, which compiles a step."""
-    state, size = trainer.init(params), trainer.mechanism.padded_batch_size
-    batch = {name: np.resize(x, (size, *x.shape[1:])) for name, x in data.items()}
-    trainer.lower(state, jax.tree.map(jnp.asarray, batch))
-    return state
-
-
-# Of the programs that only differ in the library of the model.
-FIT_OF_A_MODEL = r"trainer\.fit\(trainer\.init\((.*params.*)\), data\)"
-
-
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 @pytest.mark.parametrize(
-    "as_it_stands", [False, pytest.param(True, marks=pytest.mark.slow)]
+    ("page", "as_it_stands"),
+    [
+        *(pytest.param(x, False, id=x.stem) for x in WITH_CODE if x.stem not in LONG),
+        *(
+            pytest.param(x, True, id=f"{x.stem}-slow", marks=pytest.mark.slow)
+            for x in WITH_CODE
+        ),
+    ],
 )
 @pytest.mark.filterwarnings("default")  # those of other packages
 def test_code_of_a_page_runs(page, as_it_stands, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # a run would go on in the directory of an older one
     if page.stem == "tunix":
         pytest.importorskip("tunix", reason="pip install 'dpmp[tunix]'")
-    namespace = {"__name__": page.stem, "traced": traced}
-    code = list(blocks(page))
+    namespace = {"__name__": page.stem}
     if not as_it_stands:
         monkeypatch.setattr(dpmp.DPSGD, "calibrate", with_noise)
-        code = [re.sub(FIT_OF_A_MODEL, r"traced(trainer, \1, data)", x) for x in code]
     with jax.numpy_dtype_promotion("standard"):  # as users have it
-        for block in code:
+        for block in blocks(page):
             exec(compile(block, str(page), "exec"), namespace)
     if keras := namespace.get("keras"):  # the page has set its policy for all models
         keras.config.set_dtype_policy("float32")

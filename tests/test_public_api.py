@@ -28,11 +28,13 @@ PACKAGES = [m.name for m in _FOUND if m.ispkg]
 PATHS = {x: pathlib.Path(importlib.util.find_spec(x).origin) for x in MODULES}
 SOURCES = {name: path.read_text() for name, path in PATHS.items()}
 NODES = {name: [*ast.walk(ast.parse(text))] for name, text in SOURCES.items()}
-# These search for noise, or time programs, which takes a second each.
+# These search for noise, or run programs, for a second and more.
 LONG_DOCTESTS = {
     "dpmp.accounting._calibration",
     "dpmp.mechanism._dpsgd",
     "dpmp.planning",
+    "dpmp.planning._tune",
+    "dpmp.tools.audit._canaries",
     "dpmp.tools.devices._measure",
 }
 

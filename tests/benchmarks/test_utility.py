@@ -9,6 +9,7 @@ import pytest
 from benchmarks import utility
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # those of jax_privacy
 @pytest.mark.parametrize("library", utility.LIBRARIES)
 def test_every_library_trains_or_is_named_as_missing(library):

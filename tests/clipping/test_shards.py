@@ -62,6 +62,7 @@ SPECS = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("size", "microbatch_size", "specs"),
     [
@@ -91,6 +92,7 @@ def test_exact_sums_of_equal_gradients_are_the_same_on_any_number_of_devices(
         assert x.counts.sharding.is_equivalent_to(wanted, x.counts.ndim)
 
 
+@pytest.mark.bits
 def test_a_batch_may_be_divided_over_several_axes_beside_others():
     mesh = make_mesh((2, 2, 2), ("data", "fsdp", "model"))
     specs = {"w": P("model", "fsdp"), "b": P(("data", "fsdp")), "scalar": P()}
@@ -103,6 +105,7 @@ def test_a_batch_may_be_divided_over_several_axes_beside_others():
     jax.tree.map(np.testing.assert_array_equal, total, sum_on_one_device())
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("spec", [P("data", "model"), P("model", "data"), P("model")])
 def test_sums_stay_divided_over_an_axis_of_the_model(spec):
     mesh = make_mesh((2, 4), ("data", "model"))
@@ -131,6 +134,7 @@ def test_on_explicit_axes_a_batch_is_divided_as_it_is_sharded():
     assert jax.typeof(sensitive.values).sharding.spec == P("data")
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("num_devices", "shards", "axis_type", "microbatch_size", "num_shards"),
     [
@@ -338,6 +342,7 @@ def trained_on_one_device():
     return trained(1, is_sharded=False)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("num_devices", "is_sharded", "axis_type"),
     [
@@ -484,7 +489,7 @@ def test_large_frozen_layers_are_gathered_one_at_a_time(monkeypatch, method, dty
     ("used_through", "is_rematerialised"),
     [
         (jnp.transpose, True),
-        (jnp.tanh, False),
+        pytest.param(jnp.tanh, False, marks=pytest.mark.slow),
         pytest.param(jnp.transpose, False, marks=pytest.mark.slow),
         pytest.param(jnp.tanh, True, marks=pytest.mark.slow),
     ],
@@ -594,15 +599,24 @@ def step_within(w, x, stack):
     return inner(w - 0.1 * jax.grad(inner)(w))
 
 
+# Each loss with one way to use the array; the slow tests have a second way.
 @pytest.mark.parametrize(
-    "loss", [entropy, step_within, branch_in_a_loop, loop_in_a_branch, loop_in_a_loop]
-)
-@pytest.mark.parametrize(
-    ("method", "is_frozen"),
+    ("loss", "method", "is_frozen"),
     [
-        pytest.param("per_example", True, marks=pytest.mark.slow),
-        ("book_keeping", True),
-        ("book_keeping", False),
+        (entropy, "book_keeping", True),
+        (step_within, "per_example", True),
+        (branch_in_a_loop, "book_keeping", False),
+        (loop_in_a_branch, "book_keeping", True),
+        (loop_in_a_loop, "book_keeping", False),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in [
+                (step_within, "book_keeping", True),
+                (branch_in_a_loop, "book_keeping", True),
+                (loop_in_a_branch, "book_keeping", False),
+                (loop_in_a_loop, "per_example", True),
+            ]
+        ),
     ],
 )
 def test_arrays_on_a_mesh_may_be_read_anywhere(monkeypatch, loss, method, is_frozen):

@@ -1,3 +1,4 @@
+import functools
 from fractions import Fraction
 
 import hypothesis
@@ -36,10 +37,13 @@ def sums(value, shapes=SHAPES, unit=1.0):
     }
 
 
+_compiled = functools.cache(jax.jit)
+
+
 def releases(privatizer, sum_of_step, shapes=SHAPES):
     """The outputs of all steps, by name."""
     state = privatizer.init({name: jnp.zeros(x) for name, x in shapes.items()})
-    update, found = jax.jit(privatizer.update), []
+    update, found = _compiled(privatizer.update), []
     for step in range(STEPS):
         noisy, state = update(sum_of_step(step), state)
         found.append(noisy)
@@ -63,11 +67,11 @@ def noise(privatizer):
     return releases(privatizer, lambda step: sums(0))
 
 
-@hypothesis.settings(max_examples=60)
 @hypothesis.given(st.data())
 def test_releases_are_computed_from_what_the_mechanism_protects(data):
     """X is a function of Y = C G + W, as in the proof, in exact fractions."""
-    bands, entries, steps = data.draw(st.integers(1, 8)), 50, 12
+    # Each number of bands is compiled once.
+    bands, entries, steps = data.draw(st.sampled_from((1, 2, 3, 8))), 50, 12
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     numerators = (GRID, *rng.integers(-GRID, GRID + 1, size=bands - 1).tolist())
     strategy = object.__new__(BandedToeplitz)  # of any noise gain
@@ -169,7 +173,8 @@ def test_one_band_is_independent_noise():
             ),
         )
     )
-    found = [releases(x, lambda step: sums(step)) for x in (one, other)]
+    shapes = {"matrix": (40, 30), "number": ()}
+    found = [releases(x, lambda step: sums(step, shapes), shapes) for x in (one, other)]
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
@@ -190,7 +195,7 @@ def test_noise_of_a_step_is_a_function_of_the_state(privatizer):
     assert not np.array_equal(z["a"], x["a"])
 
 
-@pytest.mark.parametrize("spec", [jax.P("data"), jax.P(None, "data"), jax.P()])
+@pytest.mark.parametrize("spec", [jax.P("data"), jax.P(None, "data")])
 def test_devices_share_the_noise(privatizer, spec):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices()[:2])

@@ -150,18 +150,6 @@ def test_a_llama_of_8b_on_24_gb_needs_a_base_of_4_bits_or_checkpoints(config, ca
     assert f"At this rate it takes {hours:.3g} hours." in text
 
 
-@pytest.mark.usefixtures("_compiled_before", "_without_search")
-def test_what_does_not_fit_is_told_what_would(capsys):
-    options = "--parameters", "70e9", "--length", 1024, "--memory"
-    text, figures = plan(capsys, *options, 80)
-    assert figures["with_checkpoints"] == FOUR_BITS
-    assert "Nothing fits" in text
-    assert "With jax.checkpoint around each layer" in text
-    text, figures = plan(capsys, *options, 24)
-    assert figures["with_checkpoints"] is None
-    assert "Use a smaller model, shorter examples (--length), or several" in text
-
-
 @pytest.mark.usefixtures("_compiled_before")
 def test_the_noise_is_that_of_the_mechanism(monkeypatch, capsys):
     monkeypatch.setattr(_plans, "_NUM_SIZES", 2)
@@ -191,18 +179,12 @@ def test_the_noise_is_that_of_the_mechanism(monkeypatch, capsys):
 def test_a_small_model_is_compiled_and_fits(tmp_path, capsys):
     output = tmp_path / "plan.png"
     options = "--config", LLAMA, "--memory", 0.01, "--length", 8, "--output", output
-    _, figures = plan(capsys, *options)
+    assert main(["plan", *TARGET, *map(str, options), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
     assert figures["method"] == FULL
     assert figures["memory"]["master parameters"] == 4 * figures["trained"]
     assert 0 < figures["memory"]["activations"] < 0.01e9
     assert output.stat().st_size > 10_000
-
-
-@pytest.mark.usefixtures("_compiled_before", "_without_search")
-def test_all_parameters_are_compared_with_adapters(capsys):
-    text, figures = plan(capsys, "--parameters", "1e8", "--memory", 24)
-    assert figures["method"] == FULL
-    assert "LoRA of rank 8 would have" in text
 
 
 @pytest.mark.usefixtures("_without_search")
@@ -282,7 +264,7 @@ def test_mixtures_of_experts_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [*COMPILED][::2])
+@pytest.mark.parametrize("key", [[*COMPILED][i] for i in (2, 5)])
 def test_activations_are_those_of_compiled_programs(key, config):
     size, *options = key
     is_llama = size == 8_030_257_152
@@ -291,8 +273,11 @@ def test_activations_are_those_of_compiled_programs(key, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatch_size", [1, 8])
-@pytest.mark.parametrize("method", [METHODS[0], METHODS[2]], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("method", "microbatch_size"),
+    [(METHODS[0], 1), (METHODS[2], 8)],
+    ids=["full", "lora"],
+)
 def test_a_plan_needs_up_to_30_percent_more_than_the_compiled_step(
     method, microbatch_size
 ):

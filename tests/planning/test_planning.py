@@ -87,9 +87,8 @@ def test_the_first_plan_has_the_most_steps_of_the_good_ones():
     assert plan_to_start_from(plans) == plans[1]
 
 
-def test_the_table_marks_one_row(capsys):
+def test_one_row_of_the_table_is_marked(capsys):
     args = ["--num-examples", "64", "--processed", "640", "--epsilon", "8"]
-    assert run(capsys, "plan", *args, "--delta", "1e-3").count("start here") == 1
     rows = json.loads(run(capsys, "plan", *args, "--delta", "1e-3", "--json"))["plans"]
     assert [row["batch_size"] for row in rows] == [16, 32]
     assert sum(row["start_here"] for row in rows) == 1

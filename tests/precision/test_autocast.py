@@ -149,8 +149,14 @@ def test_functions_with_derivatives_of_their_own_run_as_they_are():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["conv", "transformer", "lstm"])
-@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("conv", "per_example"),
+        ("transformer", "book_keeping"),
+        ("lstm", "book_keeping"),
+    ],
+)
 def test_models_of_the_zoo_train_privately(name, method):
     model = _ZOO[name]
     params, batch = model.init(jnp.float32), model.make_batch(3, 6)

@@ -44,18 +44,6 @@ def test_each_metric_has_a_panel_and_shares_it_with_public_numbers(tmp_path):
     np.testing.assert_array_equal(line.get_ydata(), np.arange(1, 11) / 9)
 
 
-def test_many_noisy_points_have_a_running_mean_in_their_middle(tmp_path):
-    write(tmp_path, range(1, 201), lambda step: {"noisy/loss": 1.0 * step})
-    points, mean = (x.get_xydata() for x in panels(tmp_path)["loss"].lines)
-    assert len(points) > len(mean) > 100
-    np.testing.assert_allclose(mean[:, 0], mean[:, 1])
-
-
-def test_numbers_that_are_missing_leave_no_panel(tmp_path):
-    write(tmp_path, [1, 2], lambda step: {"public/loss": None, "noisy/a": 1.0})
-    assert list(panels(tmp_path)) == ["a"]
-
-
 def refusal(capsys, *args):
     with pytest.raises(SystemExit) as error:
         main(["plot", *map(str, args)])

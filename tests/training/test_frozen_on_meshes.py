@@ -21,7 +21,10 @@ def looped_loss(base, params, batch):
     return jnp.mean(x**2) + jnp.sum(params["w"]) * jnp.mean(batch["x"])
 
 
-@pytest.mark.parametrize("axis_type", list(AxisType)[:2])
+@pytest.mark.parametrize(
+    "axis_type",
+    [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)],
+)
 def test_a_frozen_model_of_many_devices_may_have_a_loop(axis_type):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
     place = functools.partial(jax.NamedSharding, mesh)
@@ -46,8 +49,9 @@ def test_a_frozen_model_of_many_devices_may_have_a_loop(axis_type):
             trainer.fit(state, data, **options)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "uint4"])
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize(
+    ("dtype", "num_devices"), [("bfloat16", 1), ("int8", 4), ("uint4", 4)]
+)
 def test_a_frozen_model_that_was_put_on_devices_is_compiled_once(dtype, num_devices):
     mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
     where = jax.NamedSharding(mesh, jax.P(None, "data"))

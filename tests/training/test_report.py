@@ -134,15 +134,6 @@ def test_a_recorded_value_is_that_of_its_step(trainer):
     assert report.take_lines() == []
 
 
-def test_a_long_run_has_about_a_thousand_lines(trainer):
-    state = trainer.init(PARAMS)
-    mechanism = dataclasses.replace(trainer.mechanism, iterations=50_000)
-    report = report_on(mechanism)
-    for step in (*range(1, 121), 5000):
-        report.record(step, state, is_last=step == 33)
-    assert [x["step"] for x in report.take_lines()] == [33, 50, 100, 5000]
-
-
 @pytest.mark.parametrize("when", ["metrics", "release"])
 def test_metrics_that_cannot_be_written_are_an_error(
     trainer, tmp_path, monkeypatch, when
@@ -234,21 +225,6 @@ def test_the_warning_waits_for_a_clear_fraction(is_dynamic, first, recwarn):
     assert "about 7% of the examples" in looks(0.07)
 
 
-def test_the_device_is_looked_at_where_it_is_reported():
-    looks = []
-
-    class Fraction:
-        def __float__(self):
-            looks.append(None)
-            return 0.0
-
-    warning = OverflowWarning(0.01, 0, False)
-    for step in range(1, 100):
-        metrics = {"overflowed": Fraction()}
-        warning.look(step, metrics, is_reported=step in (50, 99))
-    assert len(looks) == 3
-
-
 # What is shown.
 
 
@@ -292,18 +268,6 @@ def make_run(monkeypatch):
     return lambda **options: Run(monkeypatch, **options)
 
 
-@pytest.mark.parametrize(
-    ("start", "stop"), [(0, 1), (0, 100), (5, 104), (0, 1999), (990, 1000)]
-)
-def test_about_ten_lines_are_written_and_the_last_step_is_among_them(
-    make_run, start, stop
-):
-    lines = make_run(start=start, stop=stop).lines()
-    assert min(10, stop - start) <= len(lines) <= 20
-    assert lines[-1].startswith(f"step {stop}/{stop}, epsilon {stop}.000 of {stop}.000")
-    assert all("\x1b" not in line for line in lines)
-
-
 @pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize(("start", "stop"), [(3, 50), (0, 7), (10, 1234)])
 def test_never_less_is_quoted_than_is_spent(make_run, start, stop, is_terminal):
@@ -314,68 +278,6 @@ def test_never_less_is_quoted_than_is_spent(make_run, start, stop, is_terminal):
         quoted[step] = float(re.search(r"epsilon (?:below )?(\d+\.\d+)", text)[1])
     assert all(step <= covered <= stop for step, covered in quoted.items())
     assert quoted[stop] == stop
-
-
-def test_what_is_spent_is_computed_for_few_steps(make_run):
-    asked = []
-
-    def epsilon(step):
-        asked.append(step)
-        return float(step)
-
-    make_run(stop=1000, is_terminal=True, epsilon=epsilon).lines()
-    assert len({*asked}) == len(asked) <= 10
-
-
-class Value:
-    """A number on a device, which knows how often it was looked at."""
-
-    def __init__(self):
-        self.looks = 0
-
-    def __float__(self):
-        self.looks += 1
-        return 0.5
-
-
-def test_on_a_terminal_the_device_is_looked_at_twice_a_second(make_run, monkeypatch):
-    run, value = make_run(is_terminal=True, stop=1000), Value()
-    set_clock(monkeypatch, itertools.repeat(0.001))
-    run.lines({"loss": value})
-    num_reports, seconds = len(run.progress.report_steps), _report.time.monotonic()
-    assert num_reports < value.looks <= num_reports + seconds / 0.5 + 1
-
-
-@pytest.mark.parametrize(("enabled", "looks"), [(True, 10), (False, 0)])
-def test_elsewhere_the_device_is_looked_at_for_a_line(make_run, enabled, looks):
-    run, value = make_run(enabled=enabled), Value()
-    run.lines({"loss": value})
-    run.progress.end()
-    assert value.looks == looks
-    assert bool(run.file.getvalue()) == enabled
-
-
-def test_numbers_are_shown_until_there_are_new_ones(make_run):
-    """With a directory, noisy metrics arrive with the checkpoints."""
-    run = make_run()
-    run.update(5, {}, {"accuracy": 0.5})
-    run.update(10, {"loss": 2.0})
-    run.update(20)
-    run.update(25, {}, {"accuracy": 0.75})
-    run.update(30)
-    lines = run.file.getvalue().splitlines()
-    for line, accuracy in zip(lines, ("0.5", "0.5", "0.75"), strict=True):
-        assert f"public accuracy {accuracy}, noisy loss 2" in line
-
-
-def test_the_last_line_has_epsilon_and_delta(make_run):
-    run = make_run(start=40, first_line=lambda: "what runs")
-    run.lines()
-    run.progress.end(", saved in /there")
-    first, *_, last = run.file.getvalue().splitlines()
-    assert first == "what runs"
-    assert last.startswith("dpmp: steps 41 to 100 done in")
-    assert last.endswith(", epsilon 100.000 at delta 0.001, saved in /there")
 
 
 # What is spent.

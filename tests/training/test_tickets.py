@@ -327,10 +327,9 @@ def test_no_key_is_a_constant_of_a_program(tmp_path):
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         cache.reset_cache()
-        jax.clear_caches()
-        for key in (None, None, jax.random.key(0), jax.random.key(1)):
+        for key in (None, None, jax.random.key(0)):
             trainer = new_trainer(prng_key=key)
-            state = fit(trainer, stop_at=2)
+            state = fit(trainer, stop_at=1)
             state = trainer.train_step(state, trainer.load_batch(state, DATA))
             steps = [x.name for x in tmp_path.rglob("*") if "step_on_mesh" in x.name]
             files.append(sorted(x for x in steps if not x.endswith("-atime")))

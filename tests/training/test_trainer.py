@@ -124,12 +124,8 @@ class RecordingSource:
 
 @pytest.mark.parametrize(
     ("optimizer", "method"),
-    [
-        (optax.sgd(0.5), "per_example"),
-        (optax.adam(0.1), "per_example"),
-        (optax.sgd(0.5), "book_keeping"),
-    ],
-    ids=["sgd", "adam", "book-keeping"],
+    [(optax.adam(0.1), "per_example"), (optax.sgd(0.5), "book_keeping")],
+    ids=["adam", "sgd"],
 )
 def test_without_privacy_it_is_plain_training_on_the_same_batches(optimizer, method):
     trainer = make_trainer(
@@ -328,12 +324,11 @@ def test_a_whole_run_is_compiled_once():
     assert set(counts) == {counts[0]}
 
 
-@pytest.mark.parametrize("arithmetic", ["float32", "float64"])
-def test_wide_dtypes_stay_as_they_are(arithmetic):
+def test_wide_dtypes_stay_as_they_are():
     # A state that changes its dtypes cannot be restored into that of a new `init`.
     with jax.enable_x64(True):
-        policy = Policy("float64", arithmetic)
-        trainer = make_trainer(policy=policy, arithmetic=arithmetic)
+        policy = Policy("float64", "float64")
+        trainer = make_trainer(policy=policy, arithmetic="float64")
         before = jax.tree.map(lambda x: x.dtype, trainer.init(PARAMS))
         state = fit(trainer, stop_at=2)
         assert jax.tree.map(lambda x: x.dtype, state) == before
@@ -592,15 +587,11 @@ def test_the_sensitive_callback_sees_losses_and_norms_before_clipping():
         np.testing.assert_array_equal(found[is_padding], 0)
 
 
-@pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
-def test_debug_flags_show_nothing_of_an_example(flag):
+def test_debug_flags_show_nothing_of_an_example():
     x = DATA["x"].copy()
-    x[3] = np.nan if flag == "jax_debug_nans" else np.inf
+    x[3], x[4] = np.nan, np.inf
     trainer = make_trainer(expected_batch_size=NUM_EXAMPLES)  # every example is drawn
-    jax.config.update(flag, True)
-    try:
+    with jax.debug_nans(True), jax.debug_infs(True):
         state = fit(trainer, DATA | {"x": x}, stop_at=1)
-    finally:
-        jax.config.update(flag, False)
     assert np.all(np.isfinite(state.params["w"]))
     assert np.isfinite(state.metrics["overflowed"])

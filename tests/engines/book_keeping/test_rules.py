@@ -370,7 +370,7 @@ _WITHOUT_SHRINKING = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 @pytest.mark.slow
 @pytest.mark.parametrize("make_program", _PROGRAMS.values(), ids=_PROGRAMS)
 def test_sums_and_norms_are_those_of_the_gradients_that_jax_finds(make_program):
-    @hypothesis.settings(max_examples=24, phases=_WITHOUT_SHRINKING)
+    @hypothesis.settings(max_examples=12, phases=_WITHOUT_SHRINKING)
     @hypothesis.given(st.data())
     def check(data):
         _check(*make_program(Draw(data)))

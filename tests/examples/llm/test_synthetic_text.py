@@ -35,6 +35,7 @@ def flags(llama, records, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*steps of another mechanism")  # the counts
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_one_guarantee_covers_texts_and_counts(run, tmp_path, flags, capsys):
     run(example, *flags)
