@@ -33,6 +33,12 @@ def with_noise(mechanism, *, epsilon, delta):
     return dataclasses.replace(mechanism, noise_multiplier=1.5, delta=delta)
 
 
+def search_with_noise(search, **target):
+    """Takes the place of `calibrate` of a search among runs."""
+    mechanism = with_noise(search.mechanism, **target)
+    return dataclasses.replace(search, mechanism=mechanism)
+
+
 def traced(trainer, params, data):
     """Takes the place of `fit`, which compiles a step."""
     state, size = trainer.init(params), trainer.mechanism.padded_batch_size
@@ -58,6 +64,7 @@ def test_code_of_a_page_runs(page, as_it_stands, monkeypatch, tmp_path):
     code = list(blocks(page))
     if not as_it_stands:
         monkeypatch.setattr(dpmp.DPSGD, "calibrate", with_noise)
+        monkeypatch.setattr(dpmp.planning.BestOfRuns, "calibrate", search_with_noise)
         code = [re.sub(FIT_OF_A_MODEL, r"traced(trainer, \1, data)", x) for x in code]
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         for block in code:
