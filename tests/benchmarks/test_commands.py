@@ -26,6 +26,7 @@ _QUICK = (
     "least_noise",
     "sabotage",
     "sampling",
+    "timing",
 )
 
 

@@ -118,6 +118,8 @@ def test_figures_of_the_guides():
         all_runs = dataclasses.replace(plan, iterations=293 * runs)
         together.append(all_runs.calibrate(**target))
     settings = (DOCS / "settings.md").read_text()
+    few, many = (1 - 0.9 / m / (1 - (1 - 1 / m) * 0.9) for m in (5, 10))
+    assert f"{few:.0%}, and with 10 runs {many:.0%}".replace("%", " %") in settings
     for rows in (best, together):
         few, many = (f"{x.noise_multiplier:.2f}" for x in rows)
         assert f"| {few} | {many} |" in settings
