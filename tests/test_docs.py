@@ -33,6 +33,12 @@ def with_noise(mechanism, *, epsilon, delta):
     return dataclasses.replace(mechanism, noise_multiplier=1.5, delta=delta)
 
 
+def search_with_noise(search, **target):
+    """Takes the place of `calibrate` of a search among runs."""
+    mechanism = with_noise(search.mechanism, **target)
+    return dataclasses.replace(search, mechanism=mechanism)
+
+
 @pytest.mark.parametrize(
     ("page", "as_it_stands"),
     [
@@ -51,6 +57,7 @@ def test_code_of_a_page_runs(page, as_it_stands, monkeypatch, tmp_path):
     namespace = {"__name__": page.stem}
     if not as_it_stands:
         monkeypatch.setattr(dpmp.DPSGD, "calibrate", with_noise)
+        monkeypatch.setattr(dpmp.planning.BestOfRuns, "calibrate", search_with_noise)
     with jax.numpy_dtype_promotion("standard"):  # as users have it
         for block in blocks(page):
             exec(compile(block, str(page), "exec"), namespace)

@@ -14,7 +14,10 @@ datasets are neighbours if one example of the first is replaced by padding in th
 (REPLACE_SPECIAL). The argument `neighboring_relation` chooses another definition.
 """
 
-from dpmp.accounting._calibration import calibrate_noise_multiplier
+from dpmp.accounting._calibration import (
+    calibrate_noise_multiplier,
+    least_noise_multiplier,
+)
 from dpmp.accounting._epsilon import PrivacyGuarantee, get_epsilon
 from dpmp.accounting._events import (
     DEFAULT_RELATION,
@@ -40,6 +43,7 @@ __all__ = [
     "digits_below",
     "dpsgd_event",
     "get_epsilon",
+    "least_noise_multiplier",
     "random_allocation_event",
     "required_delta",
     "round_up",

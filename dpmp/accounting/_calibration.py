@@ -61,22 +61,45 @@ def calibrate_noise_multiplier(
             _epsilon.steps_of(make_event(noise_multiplier)), neighboring_relation
         )
 
+    return least_noise_multiplier(
+        lambda noise_multiplier: _epsilon.bound(make_run(noise_multiplier), delta)[0],
+        epsilon=epsilon,
+        delta=delta,
+        guess=math.exp(_guess_log_noise(make_run, epsilon, delta)),
+    )
+
+
+def least_noise_multiplier(
+    epsilon_of: Callable[[float], float], *, epsilon: float, delta: float, guess: float
+) -> float:
+    """The smallest noise multiplier for which `epsilon_of` is at most `epsilon`.
+
+    It does for other events what `calibrate_noise_multiplier` does for Gaussian steps.
+
+    Args:
+      epsilon_of: computes epsilon of a noise multiplier. It must be a falling function.
+      epsilon: the target epsilon.
+      delta: the delta for which `epsilon_of` computes epsilon.
+      guess: the noise multiplier from which the search starts.
+
+    Raises:
+      ValueError: if the target needs a noise multiplier above 1e9.
+    """
     confirmed = []
 
     @functools.cache
     def excess(log_noise: float) -> float:
-        ratio = _epsilon.bound(make_run(math.exp(log_noise)), delta)[0] / epsilon
+        ratio = epsilon_of(math.exp(log_noise)) / epsilon
         if ratio <= 1:
             confirmed.append(log_noise)
         return math.log(min(max(ratio, 0.1), 10.0))  # infinities would stop the search
 
     # The search of dp_accounting has no relative tolerance and fails on infinities.
-    _bracket_root(excess, _guess_log_noise(make_run, epsilon, delta))
+    _bracket_root(excess, math.log(guess))
     if not confirmed:
         _validate.fail(
             "the target must be within reach of a noise multiplier of 1e9. Raise "
-            "epsilon or delta. get_epsilon(make_event(1e9)) tells what stands in the "
-            "way.",
+            "epsilon or delta. The epsilon of 1e9 tells what stands in the way.",
             epsilon=epsilon,
             delta=delta,
         )

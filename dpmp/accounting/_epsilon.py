@@ -133,27 +133,27 @@ class _Step(NamedTuple):
         return self.allocated_event or self.truncated_event or plain
 
 
-def steps_of(event: Any, times: int = 1) -> list[_Step]:
+def steps_of(event: Any, times: int = 1) -> tuple[_Step, ...]:
     """Splits an event into its kinds of steps."""
     match event:
         case dp_accounting.NoOpDpEvent() | dp_accounting.SelfComposedDpEvent(count=0):
-            return []
+            return ()
         case dp_accounting.NonPrivateDpEvent():
-            return [_sampled(0.0, 1.0, times)]
+            return (_sampled(0.0, 1.0, times),)
         case dp_accounting.SelfComposedDpEvent(event=part, count=count):
             return steps_of(part, times * as_number(count))
         case dp_accounting.ComposedDpEvent(events=parts):
-            return [step for part in parts for step in steps_of(part, times)]
+            return tuple(step for part in parts for step in steps_of(part, times))
         case dp_accounting.GaussianDpEvent(noise_multiplier=noise):
-            return [_sampled(noise, 1.0, times)]
+            return (_sampled(noise, 1.0, times),)
         case dp_accounting.PoissonSampledDpEvent(
             event=dp_accounting.GaussianDpEvent(noise_multiplier=noise)
         ):
-            return [_sampled(noise, event.sampling_probability, times)]
+            return (_sampled(noise, event.sampling_probability, times),)
         case dp_accounting.TruncatedSubsampledGaussianDpEvent():
-            return [_truncated(event, times)]
+            return (_truncated(event, times),)
         case RandomAllocationDpEvent():
-            return [_allocated(event, times)]
+            return (_allocated(event, times),)
     is_event = isinstance(event, dp_accounting.DpEvent)
     _validate.fail(
         "event must be made of Gaussian steps, sampled, truncated or composed. Use "
@@ -197,7 +197,7 @@ def _allocated(event: RandomAllocationDpEvent, times: int) -> _Step:
 class Run(NamedTuple):
     """All steps of a run, and the neighbouring relation to account for."""
 
-    steps: list[_Step]
+    steps: tuple[_Step, ...]
     relation: _Relation
 
     @property
@@ -275,7 +275,7 @@ def _pld_epsilon(run: Run, delta: float) -> float:
     interval, rounding = _grid(run)
     if interval > _LARGEST_INTERVAL or rounding > delta / 2:
         return math.inf
-    accountant = _PLDAccountant(run.relation, interval).compose(run.event)
+    accountant = _composed(run, interval)
     delta -= rounding
     epsilon = accountant.get_epsilon(delta * (1 - _MARGIN)) * (1 + _MARGIN)
     if epsilon > 600 and accountant.get_delta(800) <= delta:
@@ -286,6 +286,12 @@ def _pld_epsilon(run: Run, delta: float) -> float:
         found = pld.common.inverse_monotone_function(get_delta, delta, search)
         epsilon = math.inf if found is None else found
     return epsilon if accountant.get_delta(epsilon) <= delta else math.inf
+
+
+# Composition takes long, and epsilon is asked for many deltas of one run.
+@functools.lru_cache(maxsize=4)
+def _composed(run: Run, interval: float) -> _PLDAccountant:
+    return _PLDAccountant(run.relation, interval).compose(run.event)
 
 
 def _rdp_bound(run: Run, delta: float) -> _Bound:
@@ -317,7 +323,7 @@ def _untruncated_bound(run: Run, delta: float, *, share: float) -> _Bound:
     tail = math.fsum(step.times * step.truncation for step in run.steps)
     if not 0 < 2 * tail <= delta * share:
         return _NO_ANSWER
-    plain = [s._replace(truncated_event=None, truncation=0.0) for s in run.steps]
+    plain = tuple(s._replace(truncated_event=None, truncation=0.0) for s in run.steps)
     epsilon, accountant = bound(Run(plain, run.relation), delta * (1 - share))
     log_price = math.log(tail) + np.logaddexp(0.0, epsilon)
     if log_price > math.log(delta * share):

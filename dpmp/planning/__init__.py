@@ -5,6 +5,7 @@ or few steps with large batches. `compare_batch_sizes` finds the noise for each 
 and `plan_to_start_from` chooses one. `python -m dpmp plan` prints both as a table, and
 chooses between full fine-tuning and LoRA for the memory of a device.
 `dpmp.memory` counts the memory of a step, and `tune` times its alternatives.
+`BestOfRuns` accounts for a search among settings that publishes only its best run.
 
 >>> plans = compare_batch_sizes(
 ...     num_examples=10_000,
@@ -20,6 +21,7 @@ chooses between full fine-tuning and LoRA for the memory of a device.
 """
 
 from dpmp.planning import memory, noise_commands, plan_command
+from dpmp.planning._best_of_runs import BestOfRuns
 from dpmp.planning._plans import (
     NoiseChoice,
     Plan,
@@ -30,6 +32,7 @@ from dpmp.planning._plans import (
 from dpmp.planning._tune import Candidate, Tuning, tune
 
 __all__ = [
+    "BestOfRuns",
     "Candidate",
     "NoiseChoice",
     "Plan",

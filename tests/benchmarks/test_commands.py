@@ -24,6 +24,7 @@ _QUICK = (
     "least_noise",
     "sabotage",
     "sampling",
+    "timing",
 )
 
 
