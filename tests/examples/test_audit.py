@@ -84,8 +84,8 @@ def test_it_tells_a_model_that_remembers_from_one_that_does_not(
     assert len(seen[0]) == 100
     assert 15 < seen[0].count("") < 45  # the canaries that are not in the data
     private, plain = capsys.readouterr().out.split("without privacy: ")
-    assert "The claim of 8.000 is not contradicted" in " ".join(private.split())
-    assert "finds 100.0% of those in the" in plain
+    assert "finds 100.0% of those" in plain
+    assert "finds 100.0% of those" not in private
     assert "blind guesses" in output.read_text()
 
 

@@ -56,6 +56,8 @@ class MemorizationAudit:
       claimed: the epsilon that is claimed; infinite for none.
       delta: the delta of both.
       confidence: the probability that the lower bound is one.
+      largest_epsilon: the lower bound if all guesses were right. With so few canaries,
+        no larger claim can be contradicted.
       num_canaries: the number of canaries, in the data or not.
       true_positive_rate: the share of the canaries in the data that an attacker finds
         who takes at most 1 % of the others for such.
@@ -70,6 +72,7 @@ class MemorizationAudit:
     claimed: float
     delta: float
     confidence: float
+    largest_epsilon: float
     num_canaries: int
     true_positive_rate: float
     exposure: float
@@ -81,10 +84,10 @@ class MemorizationAudit:
         return self.epsilon <= self.claimed
 
     def __str__(self) -> str:
-        verdict = ""
-        if self.claimed < math.inf:
-            state = "is not contradicted" if self.passed else "is FALSE"
-            verdict = f" The claim of {self.claimed:.3f} {state}."
+        verdict = "is not contradicted" if self.passed else "is FALSE"
+        verdict = f" The claim of {self.claimed:.3f} {verdict}."
+        if self.claimed > self.largest_epsilon:
+            verdict = f" So few canaries prove {self.largest_epsilon:.3f} at most."
         return _plain_text.paragraph(
             f"{self.num_canaries} canaries: an attacker who sees losses of the model "
             f"finds {self.true_positive_rate:.1%} of those in the data, and takes at "
@@ -164,15 +167,20 @@ def memorization(
     found = true[false <= _FALSE_POSITIVES * false[-1]]
     exposures = math.log2(false[-1] + 1) - np.log2(false[ranked] + 1)
     level = (1 - confidence) / len(_GUESSED)
-    epsilons = [
-        _lower_bound(ranked, int(first * size), int(last * size), delta, level)
-        for first, last in _GUESSED
+    bounds = [
+        [
+            _lower_bound(size, len(x), right, delta, level)
+            for right in (int(np.sum(x)), len(x))
+        ]
+        for x in _guesses(ranked)
     ]
+    epsilon, largest_epsilon = np.max(bounds, axis=0).tolist()
     return MemorizationAudit(
-        epsilon=max(epsilons),
+        epsilon=epsilon,
         claimed=claimed,
         delta=delta,
         confidence=confidence,
+        largest_epsilon=largest_epsilon,
         num_canaries=size,
         true_positive_rate=float(max(found, default=0) / true[-1]),
         exposure=float(np.median(exposures)),
@@ -207,15 +215,20 @@ def _check_canaries(losses: np.ndarray, is_in: np.ndarray) -> None:
     )
 
 
+def _guesses(ranked: np.ndarray) -> list[np.ndarray]:
+    """Which guesses are right, for each way to guess."""
+    size = len(ranked)
+    ends = [(int(first * size), size - int(last * size)) for first, last in _GUESSED]
+    return [np.concatenate([ranked[:x], ~ranked[y:]]) for x, y in ends]
+
+
 def _lower_bound(
-    ranked: np.ndarray, first: int, last: int, delta: float, level: float
+    size: int, guesses: int, right: int, delta: float, level: float
 ) -> float:
     """The least epsilon at which so many right guesses are not too unlikely."""
-    right = int(np.sum(ranked[:first]) + np.sum(~ranked[len(ranked) - last :]))
 
     def excess(epsilon: float) -> float:
-        p_value = _p_value(len(ranked), first + last, right, epsilon, delta)
-        return p_value - level
+        return _p_value(size, guesses, right, epsilon, delta) - level
 
     if excess(0.0) >= 0:
         return 0.0
