@@ -47,7 +47,7 @@ class Settings(NamedTuple):
 
 
 TRANSFORMER = Settings(512, 512, 48, batch_size=128, steps=200, learning_rate=3e-3)
-LLM = Settings(64, 128, 24, batch_size=32, steps=80, learning_rate=5e-3)
+LLM = Settings(32, 96, 18, batch_size=24, steps=60, learning_rate=1e-2)
 PRETRAINING_STEPS = 300
 
 # Colours of Okabe and Ito, which people with any colour vision can tell apart.

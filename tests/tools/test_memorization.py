@@ -42,7 +42,7 @@ def test_the_bound_is_the_one_of_jax_privacy(delta):
     theirs = auditing.CanaryScoreAuditor(-losses[is_in], -losses[~is_in])
     threshold = auditing.Explicit(float(-np.sort(losses)[99]))
     expected = theirs.epsilon_one_run(0.05, delta, threshold_strategy=threshold)
-    found = _memorization._lower_bound(400, 100, right, delta, 0.05)
+    found = _memorization._lower_bound(400, 100, right, delta=delta, level=0.05)
     assert found == pytest.approx(expected, abs=1e-5)
     assert found > 1
 

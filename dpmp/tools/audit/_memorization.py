@@ -23,6 +23,7 @@ References:
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -111,8 +112,8 @@ def memorization(
     The model may come from any library. Make up canaries, of the kind that you fear to
     be memorized, and draw a fair coin for each of them. Train on your records and the
     canaries whose coin says so. Then pass the loss of the model for every canary, in
-    the data or not. Losses tell more if the loss of the model before training is
-    subtracted: some canaries are easier than others.
+    the data or not. If some canaries are much easier than others, subtract the losses
+    of a model that was trained without them.
 
     >>> rng = np.random.default_rng(0)
     >>> is_in = rng.random(400) < 0.5
@@ -126,9 +127,9 @@ def memorization(
     is too large with probability at most 1 - `confidence`. So choose nothing after
     looking at `is_in`, and pass all canaries. The bound is far below the claim of most
     runs: an attacker who only sees losses is weak, and m canaries cannot prove more
-    than an epsilon of about log(m / 4). A small bound is no evidence of privacy. The
-    result has no privacy guarantee, but tells only about canaries, which belong to
-    nobody.
+    than an epsilon of about log(m / 4). A small bound is no evidence of privacy.
+    Canaries belong to nobody. For the records that the model was trained on, the result
+    is as private as the model.
 
     Args:
       losses: a number for each canary, (canaries,), which is small if the model fits
@@ -147,7 +148,7 @@ def memorization(
       ValueError: if there are fewer than 32 canaries, if a loss is not finite, if the
         coins cannot be fair, or for an argument out of range.
     """
-    losses, is_in = np.asarray(losses), np.asarray(is_in)
+    losses, is_in = np.asarray(losses, np.float64), np.asarray(is_in)
     _check_canaries(losses, is_in)
     size = len(is_in)
     delta = _validate.nonnegative(delta=delta)
@@ -167,20 +168,14 @@ def memorization(
     found = true[false <= _FALSE_POSITIVES * false[-1]]
     exposures = math.log2(false[-1] + 1) - np.log2(false[ranked] + 1)
     level = (1 - confidence) / len(_GUESSED)
-    bounds = [
-        [
-            _lower_bound(size, len(x), right, delta, level)
-            for right in (int(np.sum(x)), len(x))
-        ]
-        for x in _guesses(ranked)
-    ]
-    epsilon, largest_epsilon = np.max(bounds, axis=0).tolist()
+    bound = functools.partial(_lower_bound, size, delta=delta, level=level)
+    guesses = _guesses(ranked)
     return MemorizationAudit(
-        epsilon=epsilon,
+        epsilon=max(bound(len(x), int(np.sum(x))) for x in guesses),
         claimed=claimed,
         delta=delta,
         confidence=confidence,
-        largest_epsilon=largest_epsilon,
+        largest_epsilon=max(bound(len(x), len(x)) for x in guesses),
         num_canaries=size,
         true_positive_rate=float(max(found, default=0) / true[-1]),
         exposure=float(np.median(exposures)),
@@ -223,7 +218,7 @@ def _guesses(ranked: np.ndarray) -> list[np.ndarray]:
 
 
 def _lower_bound(
-    size: int, guesses: int, right: int, delta: float, level: float
+    size: int, guesses: int, right: int, *, delta: float, level: float
 ) -> float:
     """The least epsilon at which so many right guesses are not too unlikely."""
 
