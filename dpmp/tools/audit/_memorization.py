@@ -41,7 +41,7 @@ _UNFAIR = 1e-6
 _FALSE_POSITIVES = 0.01
 
 # Which shares of the canaries an attacker guesses: those that seem most to be in the
-# data, and those that seem least. The first pair is best if all are memorised, the
+# data, and those that seem least. The first pair is best if all are memorized, the
 # second one if all are a little, and the third one if a few are.
 _GUESSED = (0.5, 0.5), (0.125, 0.125), (0.125, 0.0)
 
@@ -109,11 +109,11 @@ def memorization(
 ) -> MemorizationAudit:
     """Computes what the losses of a model tell about the records it was trained on.
 
-    The model may come from any library. Make up canaries, of the kind that you fear to
-    be memorized, and draw a fair coin for each of them. Train on your records and the
-    canaries whose coin says so. Then pass the loss of the model for every canary, in
-    the data or not. If some canaries are much easier than others, subtract the losses
-    of a model that was trained without them.
+    The model may come from any library. Make up canaries, records of the kind that it
+    must not memorize, and toss a coin for each of them. Train on your records and on
+    the canaries whose coin shows heads. Then pass the loss of the model for every
+    canary, whether it was in the data or not. If some canaries are much easier than
+    others, subtract the losses of a model that was trained without them.
 
     >>> rng = np.random.default_rng(0)
     >>> is_in = rng.random(400) < 0.5
@@ -238,10 +238,10 @@ def _p_value(
     """Bounds the probability of so many right guesses about private coins.
 
     With W binomial, of `guesses` trials with probability exp(epsilon) / (1 +
-    exp(epsilon)), this is P(W >= right), plus 2 * size * delta times the largest, over
-    i from 1 to `right`, of P(right > W >= right - i) / i. As 2 * size * delta is at
-    most 1, each of these sums is a mean of P(W >= right) and of P(W >= right - i), so
-    that the bound grows with epsilon.
+    exp(epsilon)), the number of right guesses is at most W + F in distribution. F is
+    independent of W, and its mean is at most 2 * size * delta (Steinke et al.). At
+    worst, F is some i with probability 2 * size * delta / i, and otherwise 0. So the
+    bound is a mean of P(W >= right) and P(W >= right - i), and grows with epsilon.
     """
     prob: Any = special.expit(epsilon)
     fewer = np.arange(1, right + 1)
