@@ -9,6 +9,27 @@ whether it is among the private records. A model is fine-tuned twice, with and w
 privacy, as in `finetune_transformer.py`, or with --llm as in `finetune_llm.py`. Then an
 attacker, who sees the loss of the finished model for each made-up record, guesses which
 ones were in.
+
+This was measured with the defaults (epsilon 8, delta 1e-5; 25 epochs on 512 docstrings
+of the standard library and 512 made-up records, of which 291 were in). "Found" are the
+records that an attacker finds at 1 % false positives, and losses are in nats:
+
+    of a held-out docstring    found    median exposure     epsilon is at least
+    113.9 before fine-tuning
+    111.2 with privacy         1.7 %    1.29 of 7.79 bits   0.13
+    126.1 without              44.0 %   5.79 of 7.79 bits   3.01
+
+And with --llm (11 epochs on 32 docstrings and 96 made-up records, of which 49 were in):
+
+    of a held-out docstring    found    median exposure     epsilon is at least
+     69.4 before fine-tuning
+     68.5 with privacy          4.1 %    1.00 of 5.58 bits   0.00
+    101.9 without              16.3 %    3.00 of 5.58 bits   0.91
+
+These are single runs, and noise and batches differ in every run. They took four minutes
+of CPU time, and 14 with --llm. No audit with so few records can contradict an epsilon
+of 8: they prove 4.80 or 3.13 at most. The shaded area of the picture has the rates that
+epsilon 8 allows, as means over many runs.
 """
 
 import argparse
