@@ -141,8 +141,9 @@ def losses(graphdef: Any, params: Any, tokens: jax.Array) -> tuple[Any, Any]:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     logits = nnx.merge(graphdef, params)(inputs)
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    # The mark that ends a record is predicted too, those that pad it are not.
-    counted = (inputs != MARK).at[:, 0].set(True)
+    # The mark that ends a record is predicted too, those that pad it are not. An empty
+    # record has no loss.
+    counted = (inputs != MARK).at[:, 0].set(targets[:, 0] != MARK)
     return jnp.sum(jnp.where(counted, nats, 0), axis=1), jnp.sum(counted, axis=1)
 
 
@@ -221,7 +222,7 @@ def finetune(
 
     def loss_fn(params, tokens):  # one record: (1, CONTEXT + 1)
         nats, counts = losses(graphdef, params, tokens)
-        return nats[0] / counts[0]
+        return nats[0] / jnp.maximum(counts[0], 1)
 
     schedule = optax.linear_schedule(learning_rate, 0, mechanism.iterations)
     trainer = dpmp.DPTrainer(

@@ -2,20 +2,24 @@
 
 `canaries` attacks the noise and the sampling of a mechanism, and finds a lower bound on
 epsilon. `replay` checks that nothing but the noisy gradients depends on the data.
-`batches` checks that batches are drawn as the accountant assumes.
+`batches` checks that batches are drawn as the accountant assumes. `memorization` finds
+a lower bound from the losses of a finished model on made-up records.
 """
 
 from dpmp.tools.audit._batches import BatchAudit, batches
 from dpmp.tools.audit._canaries import CanaryAudit, canaries
 from dpmp.tools.audit._command import add_audit_command
+from dpmp.tools.audit._memorization import MemorizationAudit, memorization
 from dpmp.tools.audit._replay import ReplayAudit, replay
 
 __all__ = [
     "BatchAudit",
     "CanaryAudit",
+    "MemorizationAudit",
     "ReplayAudit",
     "add_audit_command",
     "batches",
     "canaries",
+    "memorization",
     "replay",
 ]
