@@ -23,6 +23,7 @@ _QUICK = (
     "import_time",
     "least_noise",
     "sabotage",
+    "canaries",
     "sampling",
     "timing",
 )

@@ -265,6 +265,6 @@ def test_the_command_audits_every_way(monkeypatch, capsys):
     for name in ("Poisson sampling", "random allocation", "correlated noise"):
         assert f"{name}, epsilon 8. 4096 canaries" in output
     assert output.count("are drawn as accounted for.") == 4
-    monkeypatch.setattr("dpmp.tools.audit._command._WAYS", {"Poisson sampling": {}})
+    monkeypatch.setattr("dpmp.tools.audit._command.WAYS", {"Poisson sampling": {}})
     with sabotage.FAULTS["no noise"].fault():
         assert __main__.main(["audit", "--epsilon", "8", "--canaries", "4096"]) == 1

@@ -13,7 +13,7 @@ from dpmp.tools.audit._canaries import canaries
 
 _NUM_EXAMPLES, _BATCH_SIZE, _STEPS, _DELTA = 2**16, 2**12, 64, 1e-6
 
-_WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "Poisson sampling": {},
     "random allocation": {"sampling": "random_allocation"},
     "correlated noise": {"strategy": strategies.banded_toeplitz(4, iterations=_STEPS)},
@@ -44,20 +44,25 @@ def add_audit_command(commands: Any) -> None:
     parser.set_defaults(command=_audit)
 
 
+def mechanism_of(way: str, epsilon: float) -> DPSGD:
+    """What is audited: a run of one of the `WAYS`, for a claim."""
+    return DPSGD(
+        num_examples=_NUM_EXAMPLES,
+        expected_batch_size=_BATCH_SIZE,
+        iterations=_STEPS,
+        l2_clip_norm=1.0,
+        num_parameters=_NUM_EXAMPLES,
+        **WAYS[way],
+    ).calibrate(epsilon=epsilon, delta=_DELTA)
+
+
 def _audit(args: argparse.Namespace) -> int:
     for epsilon in args.epsilon:
         _validate.positive(epsilon=epsilon, fix="Use 1 or 8, for example.")
     found: list[dict[str, Any]] = []
-    for name, fields in _WAYS.items():
+    for name in WAYS:
         for epsilon in args.epsilon:
-            mechanism = DPSGD(
-                num_examples=_NUM_EXAMPLES,
-                expected_batch_size=_BATCH_SIZE,
-                iterations=_STEPS,
-                l2_clip_norm=1.0,
-                num_parameters=_NUM_EXAMPLES,
-                **fields,
-            ).calibrate(epsilon=epsilon, delta=_DELTA)
+            mechanism = mechanism_of(name, epsilon)
             audits = canaries(mechanism, num_canaries=args.canaries), batches(mechanism)
             for audit in audits:
                 title = f"{name}, epsilon {epsilon:g}"
