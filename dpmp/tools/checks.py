@@ -1,6 +1,7 @@
 """Files of results: `selfcheck` and `audit` write them, and `report` reads them."""
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import math
@@ -48,6 +49,31 @@ def write(path: pathlib.Path, results: Iterable[Mapping[str, Any]]) -> None:
         "results": list(map(as_json, results)),
     }
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def save(path: str | pathlib.Path, **audits: Any) -> None:
+    """Writes audits of `dpmp.audit` to a file, for `python -m dpmp report --checks`.
+
+    Args:
+      path: the new file.
+      **audits: results of `canaries`, `replay`, `batches` or `memorization`, each by a
+        name for the file.
+
+    Raises:
+      ValueError: if there is none, or something else.
+    """
+    _validate.require(
+        bool(audits) and all(hasattr(x, "passed") for x in audits.values()),
+        "audits must be results of dpmp.audit, each with a name. Use save('audit.json',"
+        " replay=dpmp.audit.replay(...)).",
+        audits=list(audits),
+    )
+    write(pathlib.Path(path), [as_result(x, name) for name, x in audits.items()])
+
+
+def as_result(audit: Any, subject: str) -> dict[str, Any]:
+    """An audit for `write`."""
+    return {"subject": subject, "passed": audit.passed, **dataclasses.asdict(audit)}
 
 
 def as_json(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,11 @@ import html.parser
 import json
 import math
 
+import numpy as np
 import pytest
 from ledgers import charged
 
+import dpmp
 from dpmp.__main__ import main
 from dpmp.runs._ledger import Ledger
 from dpmp.tools.report import _success
@@ -122,3 +124,15 @@ def test_a_report_that_cannot_be_written_is_refused(directory, capsys):
     with pytest.raises(SystemExit):
         main(["report", str(directory), "--output", str(directory / "file")])
     assert "must be written" in capsys.readouterr().err
+
+
+def test_audits_reach_the_report(directory, files):
+    rng = np.random.default_rng(0)
+    is_in = rng.random(64) < 0.5
+    found = dpmp.audit.memorization(rng.normal(size=64), is_in, delta=1e-6)
+    path = directory / "audit.json"
+    dpmp.audit.save(path, memorization=found)
+    assert json.loads(files("--checks", str(path))[0])["checks"][0]["passed"] == 1
+    for wrong in ({}, {"losses": 1.0}):
+        with pytest.raises(ValueError, match="must be results of"):
+            dpmp.audit.save(path, **wrong)

@@ -1,7 +1,6 @@
 """The command `audit`: attacks the ways to train that dpmp makes claims for."""
 
 import argparse
-import dataclasses
 import sys
 from typing import Any
 
@@ -67,8 +66,7 @@ def _audit(args: argparse.Namespace) -> int:
             for audit in audits:
                 title = f"{name}, epsilon {epsilon:g}"
                 sys.stdout.write(f"{title}. {audit}\n")
-                fields = {"passed": audit.passed, **dataclasses.asdict(audit)}
-                found.append({"subject": title, **fields})
+                found.append(checks.as_result(audit, title))
     if args.json is not None:
         checks.write(args.json, found)
     return 0 if all(x["passed"] for x in found) else 1
