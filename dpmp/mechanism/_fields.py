@@ -9,7 +9,7 @@ from dpmp import _validate, accounting
 from dpmp._validate import as_real
 from dpmp.mechanism._privacy_cost import POISSON, SAMPLINGS, ComputedProbability
 from dpmp.numerics import default_arithmetic, default_method
-from dpmp.strategies import BandedInverse, Strategy
+from dpmp.strategies import BandedInverse, BandedToeplitz
 
 # The check of each field, and the fix that its error message names.
 _CHECKS = {
@@ -22,6 +22,9 @@ _CHECKS = {
     "truncated_batch_size": (_validate.positive_integer, "Use 32, or None."),
     "microbatch_size": (_validate.positive_integer, "Use 32, or None."),
 }
+# The noise on the number of overflows has 2^14 times as many units, of 2^26 at most.
+_WIDEST_NOISE = 2048
+
 _MAY_BE_NONE = ("noise_multiplier", "truncated_batch_size", "microbatch_size")
 
 
@@ -91,13 +94,20 @@ def check_strategy(mechanism: Any) -> None:
             strategy=strategy,
             fix="Change that, or leave strategy out.",
         )
+    _validate.require(
+        strategy.sensitivity * (mechanism.noise_multiplier or 0.0) <= _WIDEST_NOISE,
+        "noise_multiplier, times the sensitivity of the strategy, must be at most "
+        f"{_WIDEST_NOISE}. Use a larger epsilon, or fewer steps.",
+        noise_multiplier=mechanism.noise_multiplier,
+        sensitivity=strategy.sensitivity,
+    )
 
 
 def checked_fields(mechanism: Any) -> dict[str, Any]:
     """Returns Python numbers and bools by name; ValueError if one is out of range."""
     if mechanism.strategy is not None:
         _validate.instance(
-            Strategy,
+            (BandedToeplitz, BandedInverse),
             "Use dpmp.strategies.banded_toeplitz(8, iterations=...).",
             strategy=mechanism.strategy,
         )

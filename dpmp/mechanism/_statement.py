@@ -55,7 +55,6 @@ def claim(
     """The statement of a `DPSGD` with a finite epsilon."""
     noise_multiplier = mechanism.noise_multiplier
     batch_size = mechanism.expected_batch_size
-    largest = mechanism.batch_selection_strategy.truncated_batch_size
     epsilon, delta = round_up(guarantee.epsilon), digits_above(guarantee.delta, 3)
     return _wrap(
         f"The trained parameters are ({epsilon}, {delta})-differentially private, and "
@@ -64,9 +63,7 @@ def claim(
         f"most exp({epsilon}) times its probability on the other, plus {delta}.",
         f"- Protected unit: one example. Two datasets are neighbours if "
         f"{_NEIGHBOURS[mechanism.neighboring_relation]}. {_describe_number(mechanism)}",
-        f"- Sampling: {_describe_sampling(mechanism)} A "
-        f"batch of more than {largest} examples is truncated to {largest} of them, "
-        f"drawn at random, and epsilon accounts for that. The claim does not hold for "
+        f"- Sampling: {_describe_sampling(mechanism)} The claim does not hold for "
         f"batches that are taken in any other way.",
         f"- Steps: {mechanism.iterations}. Steps that are made again after their "
         f"release, and other runs on the same data, cost more.",
@@ -93,27 +90,33 @@ def claim(
 def _describe_sampling(mechanism: Any) -> str:
     """Says in which steps an example takes part."""
     epoch, groups = mechanism.steps_per_epoch, mechanism.cycle_length
+    turns = (
+        f"the examples form {groups} groups, by their places in the dataset, which "
+        f"take turns. "
+    )
+    if isinstance(mechanism.strategy, BandedInverse):
+        return f"{turns}All examples of a group are in its batch."
+    largest = mechanism.batch_selection_strategy.truncated_batch_size
+    truncated = (
+        f"A batch of more than {largest} examples is truncated to {largest} of them, "
+        f"drawn at random, and epsilon accounts for that."
+    )
+    prob = digits_above(mechanism.sampling_prob, 4)
     if mechanism.has_correlated_noise:
-        text = (
-            f"the examples form {groups} groups, by their places in the dataset, which "
-            f"take turns. "
-        )
-        if isinstance(mechanism.strategy, BandedInverse):
-            return f"{text}All examples of a group are in its batch."
         return (
-            f"{text}Each example of a group is in its batch with probability "
-            f"{digits_above(mechanism.sampling_prob, 4)}, independently of all others."
+            f"{turns}Each example of a group is in its batch with probability {prob}, "
+            f"independently of all others. {truncated}"
         )
     if epoch is None:
         return (
-            f"each example is in each batch with probability "
-            f"{digits_above(mechanism.sampling_prob, 4)}, independently of all others."
+            f"each example is in each batch with probability {prob}, independently of "
+            f"all others. {truncated}"
         )
     return (
         f"in every epoch of {epoch} steps, each example is in one batch, drawn "
         f"uniformly and independently of all others (random allocation). A run that "
         f"goes on inside an epoch makes the rest of it with Poisson sampling, which "
-        f"costs more than is claimed here."
+        f"costs more than is claimed here. {truncated}"
     )
 
 
@@ -125,7 +128,7 @@ def _describe_strategy(mechanism: Any) -> str:
     is_inverse = isinstance(strategy, BandedInverse)
     factors = ", ".join(f"{abs(x):g}" for x in strategy.coefficients[1:])
     return (
-        f" The noise of a step depends on that of the {strategy.bands - 1} steps "
+        f" The noise of a step depends on that of up to {strategy.bands - 1} steps "
         f"before: it is wider by a factor of {strategy.sensitivity:.4g}, and earlier "
         f"{'independent ' if is_inverse else ''}noise is subtracted from it, times "
         f"{factors}."
@@ -212,7 +215,8 @@ def _describe_arithmetic(mechanism: Any, arithmetic: Arithmetic) -> str:
         "before the result is rounded to float32.",
     ]
     if resolution is not None:
-        units = f"{resolution * mechanism.noise_multiplier:.0f}"
+        widened = mechanism.strategy.sensitivity if mechanism.strategy else 1.0
+        units = f"{resolution * mechanism.noise_multiplier * widened:.0f}"
         sentences.append(f"Its standard deviation is {units} units of the grid.")
     if arithmetic.is_proved:
         sentences.append("The claim holds for the bits that are released.")

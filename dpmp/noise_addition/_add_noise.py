@@ -15,14 +15,12 @@ from dpmp.noise_addition._discrete_gaussian import DiscreteGaussian
 from dpmp.numerics import GridArray, packing
 from dpmp.strategies import BandedInverse, BandedToeplitz, Strategy
 
-# Noise in fractions of a unit: multiples of the grid of the coefficients.
-_FRACTIONS = {
-    # It turns noise in whole units into noise on the finer grid.
-    BandedToeplitz: DiscreteGaussian((1,)),
-    # It hides which points of the finer grid the noise in whole units reaches, if its
-    # width is above twice the sum of absolute coefficients, which is at most 2.
-    BandedInverse: DiscreteGaussian.at_least(4.01 * 2**BandedInverse.LOG_GRID),
-}
+# Noise in fractions of a unit, which are multiples of the grid of the coefficients.
+# With a `BandedToeplitz`, it turns noise in whole units into noise on the finer grid.
+_FRACTIONS = DiscreteGaussian((1,))
+# With a `BandedInverse`, it hides which points of that grid other noise reaches, if its
+# width is above twice the sum of absolute coefficients, which is at most 2.
+_WIDE_FRACTIONS = DiscreteGaussian.at_least(4.01 * 2**BandedInverse.LOG_GRID)
 
 
 def first_past(strategy: Strategy, leaves: Sequence[Any]) -> tuple[jax.Array, ...]:
@@ -60,7 +58,8 @@ def add_noise(
         unit, is_banded = kinds[min(draw.ranges)]
         noises = {number: DiscreteGaussian.at_least(stddev / Fraction(unit or 1))}
         if is_banded or is_inverse:
-            noises[len(draws) + number] = _FRACTIONS[type(strategy)]
+            fractions = _WIDE_FRACTIONS if is_inverse else _FRACTIONS
+            noises[len(draws) + number] = fractions
         samples = [
             functools.partial(noise.sample, shape=draw.shape, leaf=i)
             for i, noise in noises.items()

@@ -28,7 +28,7 @@ from dpmp.numerics import (
     round_to_grid,
     to_float,
 )
-from dpmp.strategies import Strategy
+from dpmp.strategies import BandedInverse, BandedToeplitz, Strategy
 
 # The noise multiplier that is assumed for a float sum without a given sensitivity.
 _LARGEST_NOISE_MULTIPLIER = 32.0
@@ -168,7 +168,8 @@ def correlated_gaussian_privatizer(
         `strategy.bands` consecutive steps; with a `BandedInverse`, in every
         `strategy.steps_per_epoch`-th step. They are computed from C G + W, where the
         rows of G are the sums, and the rounding does not depend on G: see
-        docs/proofs.md.
+        docs/proofs.md. After `strategy.iterations` steps, this would not hold, and the
+        outputs are NaN.
       - What noise is correlated with is a part of the state, and is secret. A run may
         also go on from a new state with a new key, which `init` draws without a
         `prng_key`. It is as private, but earlier noise does not cancel any more.
@@ -176,8 +177,7 @@ def correlated_gaussian_privatizer(
 
     Args:
       stddev: see `gaussian_privatizer`.
-      strategy: says how noise is correlated. Use it for at most `strategy.iterations`
-        steps: the noise of later ones may be too large for 32 bits.
+      strategy: says how noise is correlated, for `strategy.iterations` steps.
       prng_key: see `gaussian_privatizer`.
 
     Returns:
@@ -196,7 +196,7 @@ def correlated_gaussian_privatizer(
         stddev=stddev, fix="Use noise_multiplier * clipped_grad(...).sensitivity()."
     )
     _validate.instance(
-        Strategy,
+        (BandedToeplitz, BandedInverse),
         "Use dpmp.strategies.banded_toeplitz(8, iterations=...).",
         strategy=strategy,
     )
@@ -245,7 +245,11 @@ def _privatizer(
                 "this sum. Use the state of the init or update of this privatizer.",
                 earlier_noise=given,
             )
-            return add_noise(grids, width, key_words, noise_state.step, past, strategy)
+            step = noise_state.step
+            noisy, past = add_noise(grids, width, key_words, step, past, strategy)
+            # Later steps have no guarantee, and their noise may exceed 32 bits.
+            is_covered = step < strategy.iterations
+            return [jnp.where(is_covered, x, jnp.nan) for x in noisy], past
         unit, widened = 1.0, Fraction(stddev)
         # Rounding some leaves moves the whole sum, so all noise must be wider.
         if not all(map(is_grid, sums)):

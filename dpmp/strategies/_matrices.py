@@ -35,7 +35,8 @@ class Strategy(abc.ABC):
         _validate.fields(self, iterations=_validate.positive_integer)
         given = [_validate.as_real(x) for x in self.coefficients]
         _validate.require(
-            given[:1] == [1.0] and all(abs(x) <= 1 for x in given),
+            given[:1] == [1.0]
+            and all(isinstance(x, float) and abs(x) <= 1 for x in given),
             "coefficients must begin with 1, and all must be from -1 to 1",
             coefficients=self.coefficients,
             fix="Use strategies.banded_toeplitz(8, iterations=...).",

@@ -113,11 +113,16 @@ def banded_inverse(
         value = math.log(mean_square * square)
         return value, tail * (gradient - tail @ gradient)
 
-    # Sums below 1, in proportion to the inverse of the square root of the sum.
+    # Sums below 1: in proportion to the inverse of the square root of the sum, or
+    # almost all for the last step, as with two bands.
     steps = np.arange(1, bands)
-    start = np.cumprod((2 * steps - 3) / (2 * steps))
-    found = _minimum(loss, np.log(9 * start / start.sum()))
-    return BandedInverse((1.0, *(-shares(found)).tolist()), iterations, steps_per_epoch)
+    root = np.cumprod((2 * steps - 3) / (2 * steps))
+    starts = np.log(9 * root / root.sum()), np.where(steps == 1, 2.0, -9.0)
+    found = min((_minimum(loss, x) for x in starts), key=lambda x: loss(x)[0])
+    # Rounded down, so that the sum stays below 1.
+    grid = 2.0**BandedInverse.LOG_GRID
+    tail = np.floor(shares(found) * grid) / grid
+    return BandedInverse((1.0, *(-tail).tolist()), iterations, steps_per_epoch)
 
 
 def _minimum(

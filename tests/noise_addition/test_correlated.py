@@ -107,7 +107,7 @@ def test_noise_of_an_inverse_is_rounded_from_its_draws():
     strategy = BandedInverse((1.0, -0.5, -0.25), STEPS, 8)
     privatizer = correlated_gaussian_privatizer(stddev=STDDEV, strategy=strategy)
     units = DiscreteGaussian.at_least(Fraction(STDDEV) * Fraction(strategy.sensitivity))
-    fractions = _add_noise._FRACTIONS[BandedInverse]
+    fractions = _add_noise._WIDE_FRACTIONS
     # The condition of docs/proofs.md, for the narrowest noise.
     assert 1 / 256**2 + (2 * 4096) ** 2 / fractions.variance <= 1 / 4
     (state, update), drawn = (privatizer.init({"a": 0}), jax.jit(privatizer.update)), {}
@@ -226,6 +226,15 @@ def test_units_of_the_grid_change_nothing(strategy, noise):
     )
     found = releases(fine, lambda step: sums(0, unit=1 / 8))
     np.testing.assert_array_equal(8 * found["vector"], noise["vector"])
+
+
+def test_nothing_is_released_after_the_last_step(privatizer):
+    total = sums(0, {"a": (20,)})
+    state = privatizer.init({"a": jnp.zeros(20)})
+    for step, is_released in ((STEPS - 1, True), (STEPS, False), (2**30, False)):
+        noisy, _ = privatizer.update(total, state._replace(step=jnp.int32(step)))
+        assert np.all(np.isfinite(noisy["a"])) == is_released
+        assert np.all(np.isnan(noisy["a"])) != is_released
 
 
 def test_what_has_no_noise_is_refused(privatizer):

@@ -238,7 +238,7 @@ def test_devices_share_a_run(way, spec):
 def test_the_statement_describes_turns_and_noise():
     text = " ".join(MECHANISM.statement().split())
     assert "the examples form 4 groups, by their places in the dataset" in text
-    assert "depends on that of the 3 steps before" in text
+    assert "depends on that of up to 3 steps before" in text
     stddev = MECHANISM.overflow_stddev
     assert f"noise of standard deviation {stddev / 4:.2g}" in text
     text = " ".join(OF_INVERSE.statement().split())
@@ -299,6 +299,7 @@ def test_steps_are_not_made_alone(trainer):
             {"strategy": INVERSE, "truncated_batch_size": 3},
             "at least the size of a group",
         ),
+        ({"noise_multiplier": 2000.0, "num_parameters": 9}, "must be at most 2048"),
     ],
 )
 def test_what_does_not_fit_a_strategy_is_refused(fields, message):
