@@ -8,7 +8,7 @@ one epoch, each row has the better one of two learning rates. Both is fine for p
 data only.
 
     pip install '.[peers]'
-    python -m benchmarks.accuracy_by_noise                    # an hour on two cores
+    python -m benchmarks.accuracy_by_noise                    # two hours on two cores
     python -m benchmarks.accuracy_by_noise --data digits --epsilon 1
 
 A line has the mean and the standard error of loss and accuracy on held-out images. A

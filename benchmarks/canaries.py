@@ -5,7 +5,7 @@ noise of both kinds (`dpmp.audit.canaries`, as `python -m dpmp audit` does with 
 them). A line has the lower bounds on epsilon of many audits, over the claim, and how
 many of them are above it: at confidence 95 %, at most 5 % may be.
 
-    python -m benchmarks.canaries                 # an hour on two cores
+    python -m benchmarks.canaries                 # half an hour on two cores
 """
 
 from typing import Annotated
@@ -20,7 +20,7 @@ from dpmp.tools.audit._command import WAYS, mechanism_of
 def benchmark(
     way: Annotated[str, harness.Each(WAYS)],
     epsilon: Annotated[float, harness.Each(default=(1.0, 2.0, 4.0, 8.0))],
-    seeds: int = 100,
+    seeds: int = 25,
     canaries: int = 2**16,
 ) -> harness.Lines:
     """A line for each way to draw batches and noise, and each claim."""
