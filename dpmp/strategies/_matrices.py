@@ -147,7 +147,7 @@ class BandedToeplitz(Strategy):
 
     @property
     def cycle_length(self) -> int:
-        """The number of groups of examples, which take turns: the number of bands."""
+        """The number of groups of examples, which take turns (the number of bands)."""
         return self.bands
 
     @property
@@ -207,12 +207,12 @@ class BandedInverse(Strategy):
 
     @property
     def cycle_length(self) -> int:
-        """The number of groups of examples, which take turns: the steps of an epoch."""
+        """The number of groups of examples, which take turns (the steps of an epoch)."""
         return self.steps_per_epoch
 
     @property
     def stored_steps(self) -> int:
-        """The number of earlier steps whose noise is in memory: none."""
+        """The number of earlier steps whose noise is in memory (none)."""
         return 0
 
     def square_of_sensitivity(self) -> Fraction:
