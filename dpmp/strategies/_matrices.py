@@ -207,7 +207,7 @@ class BandedInverse(Strategy):
 
     @property
     def cycle_length(self) -> int:
-        """The number of groups of examples, which take turns (the steps of an epoch)."""
+        """The number of groups of examples, which take turns (steps of an epoch)."""
         return self.steps_per_epoch
 
     @property
