@@ -63,10 +63,6 @@ def check_strategy(mechanism: Any) -> None:
             mechanism._sums.resolution is not None or mechanism.noise_multiplier == 0,
             "arithmetic must have a grid",
         ),
-        (
-            not (mechanism.released_metrics and mechanism.released_metrics.paid),
-            "no metrics may be released but overflows",
-        ),
         (mechanism._joint.adaptive is None, "the clip norm must not adapt"),
         (
             isinstance(mechanism.sampling_prob, ComputedProbability),

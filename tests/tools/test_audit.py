@@ -46,6 +46,7 @@ def mechanism(epsilon=4.0, **fields):
                 ("allocation", {"iterations": 13}),
                 ("correlated", {}),
                 ("inverse", {}),
+                ("inverse", {"released_metrics": METRICS}),
                 ("poisson", {"l2_clip_norm": dpmp.AutomaticClipping()}),
                 ("poisson", {"neighboring_relation": REPLACE_ONE}),
                 ("poisson", {"released_metrics": METRICS}),
