@@ -83,7 +83,7 @@ def banded_inverse(
     """
     iterations, bands = _checked_sizes(iterations, bands, 2)
     steps_per_epoch = _validate.positive_integer(
-        steps_per_epoch=steps_per_epoch, fix="Use num_examples // batch_size."
+        steps_per_epoch=steps_per_epoch, fix="Use round(num_examples / batch_size)."
     )
     sums, weights = (
         sums_of_updates(iterations, checked_momentum(momentum)),
