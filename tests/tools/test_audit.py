@@ -119,7 +119,8 @@ def data(value=None):
 
 def replay(value=None, *, loss_fn=loss, optimizer=None, policy="float32", **fields):
     scale = fields.pop("loss_scale", None)
-    callbacks = {x: fields.pop(x) for x in (*fields,) if "callback" in x}
+    names = "callback", "sensitive_callback", "files"
+    callbacks = {x: fields.pop(x) for x in names if x in fields}
     sizes = {"num_examples": NUM_EXAMPLES, "expected_batch_size": 16, "iterations": 8}
     fields = sizes | {"l2_clip_norm": 0.1, "num_parameters": 41} | fields
     chosen = dpmp.DPSGD(noise_multiplier=1.0, delta=1e-5, **fields)
@@ -213,6 +214,23 @@ def test_an_optimizer_that_reads_the_host_is_found():
     optimizer = optax.sgd(rate)
     found = replay(1e3, sensitive_callback=keep, optimizer=optimizer)
     assert found.differs == ("the sum of a step without the example", "the state")
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_files_of_callbacks_are_compared(tmp_path, leaks):
+    def keep(outputs):
+        (tmp_path / "sub").mkdir(exist_ok=True)
+        text = str(float(jnp.sum(outputs.values)) if leaks else 1.0)
+        with (tmp_path / "sub" / "log").open("a") as file:
+            file.write(text)
+
+    found = replay(1e3, sensitive_callback=keep, files=tmp_path)
+    assert found.differs == (("a file",) if leaks else ())
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "mine").touch()
+    with pytest.raises(ValueError, match="must be an empty directory"):
+        replay(1e3, files=tmp_path)
+    assert (tmp_path / "mine").exists()
 
 
 def test_arguments_of_a_replay_are_checked():

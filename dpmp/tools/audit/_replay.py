@@ -14,9 +14,12 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import io
 import logging
 import math
+import pathlib
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -77,6 +80,7 @@ def replay(
     steps: int = 4,
     callback: Callable[[TrainingState], Any] | None = None,
     sensitive_callback: Callable[[Any], None] | None = None,
+    files: str | pathlib.Path | None = None,
 ) -> ReplayAudit:
     """Checks that a run reveals nothing about an example but noisy gradients.
 
@@ -97,6 +101,8 @@ def replay(
       callback: see `DPTrainer.fit`. Both runs call it, and the dicts that it returns
         must be the same. So leave out times, and counters that go on in the next run.
       sensitive_callback: see `DPTrainer.fit`.
+      files: a directory that your callbacks write to, which must be empty. Both runs
+        must write the same files, which are then removed.
 
     Returns:
       The changes of the sums, and what else differs.
@@ -126,6 +132,13 @@ def replay(
         fix="Use mechanism.calibrate(epsilon=, delta=), or fewer steps.",
     )
 
+    folder = None if files is None else pathlib.Path(files)
+    _validate.require(
+        folder is None or not any(folder.glob("*")),
+        "files must be an empty directory. Let callbacks write to a new one.",
+        files=str(folder),
+    )
+
     def run(data: Any, tape: _Tape) -> _Tape:
         audited = DPTrainer(
             mechanism=_taped(mechanism, tape),
@@ -153,6 +166,8 @@ def replay(
                 progress=False,
                 prefetch=0,
             )
+        if folder is not None:
+            tape.add("a file", _taken(folder))
         return tape
 
     # In this order, a source that remembers has not seen the example in the first run.
@@ -253,6 +268,18 @@ class _Tape:
         """What the other run shows in another way."""
         names = dict.fromkeys([*self._seen, *other._seen])
         return [x for x in names if self._seen.get(x) != other._seen.get(x)]
+
+
+def _taken(folder: pathlib.Path) -> dict[str, str]:
+    """The hashes of all files by their paths in a folder, which is emptied."""
+    found = {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    for path in folder.glob("*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return found
 
 
 def _without_keys(x: Any) -> Any:
