@@ -142,6 +142,9 @@ CONTRACT = {
     "poisson": {},
     "allocation": {"sampling": "random_allocation"},
     "correlated": {"strategy": strategies.banded_toeplitz(2, iterations=8)},
+    "inverse": {
+        "strategy": strategies.banded_inverse(2, iterations=8, steps_per_epoch=4)
+    },
     "exact": {"method": "per_example"},
     "bounded": {"arithmetic": "bounded", "policy": "mixed_bfloat16"},
     "float32": {"arithmetic": "float32", "method": "per_example"},
@@ -151,11 +154,13 @@ CONTRACT = {
     "groups": {"l2_clip_norm": {"w": 0.1, "b": 0.2}},
     "metrics": {"released_metrics": METRICS},
 }
-VALUES = {"nothing": None, "NaN": np.nan, "huge": 1e30, "tiny": 1e-30}
+VALUES = {"nothing": None, "NaN": np.nan, "infinite": np.inf, "huge": 1e30}
+VALUES |= {"tiny": 1e-30}
 # Each contract with one value, and the values with the contracts that may need them.
 PAIRS = """
     poisson-nothing allocation-NaN correlated-huge exact-huge bounded-NaN dynamic-huge
     dynamic-nothing dynamic-tiny float32-tiny automatic-NaN adaptive-huge groups-nothing
+    inverse-huge correlated-infinite
 """
 FAST_PAIRS = "bounded-nothing float32-NaN metrics-huge"
 FAST_FAULTS = {"clip norm doubled", "shuffling", "statistics of the batch"}
@@ -175,6 +180,16 @@ def test_a_run_reveals_nothing_but_noisy_gradients(pair):
     assert 0 < found.largest_change <= 1
     assert found.passed
     assert "Nothing else differs" in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", VALUES)
+def test_a_run_in_float64_reveals_nothing_more(value):
+    dtypes = dict.fromkeys(("param_dtype", "compute_dtype"), "float64")
+    with jax.enable_x64(True):
+        found = replay(VALUES[value], policy=dpmp.Policy(**dtypes))
+    assert found.passed
+    assert found.largest_change > 0
 
 
 def test_all_that_a_run_shows_is_compared(capsys):
