@@ -475,7 +475,8 @@ def test_other_equations_have_the_gradients_that_jax_finds(name):
 
 # Without optimization, XLA itself takes other rows for indices of 8 bits.
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(np.int8, marks=pytest.mark.bits), np.uint32]
+    "dtype",
+    [pytest.param(np.int8, marks=[pytest.mark.slow, pytest.mark.bits]), np.uint32],
 )
 def test_rows_may_be_more_than_their_numbers_can_name(dtype):
     def fun(w, ids):
