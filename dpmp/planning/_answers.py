@@ -75,7 +75,7 @@ def _how(choice: NoiseChoice) -> str:
     if isinstance(strategy, BandedInverse):
         return (
             f"strategy=banded_inverse({strategy.bands}, ...), which draws noise "
-            f"{strategy.bands} times"
+            f"{strategy.bands + 1} times"
         )
     return (
         f"strategy=banded_toeplitz({strategy.bands}, ...), which takes "

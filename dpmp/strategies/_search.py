@@ -64,7 +64,7 @@ def banded_inverse(
 ) -> BandedInverse:
     """The strategy whose inverse has a number of bands, with the least error.
 
-    It needs no memory, and as many draws of noise in each step as there are bands.
+    It needs no memory, and draws noise once for each band and once more in each step.
     Examples take turns in a fixed order, which does not amplify privacy as random
     batches do. So it is for few epochs and a large epsilon.
 
