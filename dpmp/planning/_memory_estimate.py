@@ -166,7 +166,7 @@ def estimate_memory(
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
     stored = strategy.stored_steps if strategy else 0
     total, earlier = entry * num_parameters, 4 * stored * num_parameters
-    noise = (16 if strategy else 8) * num_parameters
+    noise = (16 if strategy and strategy.bands > 1 else 8) * num_parameters
     stack = num_stacked * _num_bytes(copies[0])
     # Random bits are drawn for some of the parameters at a time.
     leaves = jax.tree.leaves(params) if policy.stochastic_rounding else []

@@ -148,7 +148,7 @@ def compare_noise(
       mechanism: the run; its noise, its `sampling` and its `strategy` are replaced.
       epsilon: the target after the run.
       delta: the target delta.
-      momentum: that of the optimizer; see `strategies.BandedToeplitz.error`.
+      momentum: that of the optimizer; see `strategies.Strategy.error`.
 
     Returns:
       The choices that the other fields of the mechanism allow, least error first.

@@ -20,9 +20,9 @@ class Attacker(NamedTuple):
     """Knows the mechanism, and guesses from its noisy gradients alone.
 
     `noise` is the noise multiplier of the gradient, `epoch` the steps of an epoch of
-    random allocation, or None, `strategy` that of independent noise if the mechanism
-    has none, and `absent` the contribution of an example that is not
-    in the data: under REPLACE_ONE, another example has its place.
+    random allocation, or None, `strategy` has one band if the mechanism has none, and
+    `absent` is the contribution of an example that is not in the data: under
+    REPLACE_ONE, another example has its place.
     """
 
     iterations: int
