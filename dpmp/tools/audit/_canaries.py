@@ -194,19 +194,21 @@ def canaries(
         _threshold_between(scores[:share], is_in[:share]),
     ]
     level = (1 - confidence) / (2 * len(thresholds))  # of each rate
-    found = [_rates(scores[share:] > x, is_in[share:], level) for x in thresholds]
-    epsilons = [
-        _lower_bound(mechanism, x, bounds, claim.delta)
-        for x, (_, bounds) in zip(thresholds, found, strict=True)
-    ]
-    best = int(np.argmax(epsilons))
+    (rates, bounds), *others = (
+        _rates(scores[share:] > x, is_in[share:], level) for x in thresholds
+    )
+    noise = _most_noise(mechanism, thresholds[0], bounds, claim.delta, math.inf)
+    for threshold, (other_rates, bounds) in zip(thresholds[1:], others, strict=True):
+        less = _most_noise(mechanism, threshold, bounds, claim.delta, noise)
+        if less < noise:
+            noise, rates = less, other_rates
     return CanaryAudit(
-        epsilon=epsilons[best],
+        epsilon=_epsilon(mechanism, noise, claim.delta),
         claimed=claim.epsilon,
         delta=claim.delta,
         confidence=confidence,
         num_canaries=len(is_in),
-        rates=found[best][0],
+        rates=rates,
         mistake=mistake,
     )
 
@@ -298,37 +300,41 @@ def _rates(guesses: np.ndarray, is_in: np.ndarray, level: float) -> tuple[Rates,
     return found, Rates(float(lowest), float(highest))
 
 
-def _lower_bound(
-    mechanism: DPSGD, threshold: float, bounds: Rates, delta: float
+def _most_noise(
+    mechanism: DPSGD, threshold: float, bounds: Rates, delta: float, at_most: float
 ) -> float:
-    """The least epsilon at which such a mechanism could have rates like the bounds.
+    """The largest noise multiplier with which rates could be like the bounds.
 
-    Such a mechanism differs from the given one in its noise multiplier alone.
+    Everything else is as in the given mechanism. The result is `at_most` if that is
+    less, which is soon found out.
     """
     true, false = bounds
     if threshold < 0:  # the other guess is the rarer one
         true, false = 1 - false, 1 - true
-
-    def cost(noise_multiplier: float) -> PrivacyCost:
-        return dataclasses.replace(
-            mechanism.step_cost, noise_multiplier=noise_multiplier
-        )
-
     if true <= false:
-        return 0.0
+        return at_most
     largest = math.log(true / false)  # above it, the rates tell nothing
     wanted = [slope * abs(threshold) for slope in _SLOPES]
-    found = [0.0]
     for epsilon in {0.5 * largest, *(min(x, 0.95 * largest) for x in wanted)}:
         epsilon = max(epsilon, _LEAST_EPSILON)
-        if (excess := true - math.exp(epsilon) * false) <= delta:
+        excess = true - math.exp(epsilon) * false
+        if excess <= delta or _epsilon(mechanism, at_most, excess) >= epsilon:
             continue
-        noise_multiplier = accounting.calibrate_noise_multiplier(
-            lambda x: cost(x).event(mechanism.iterations),
+        at_most = accounting.calibrate_noise_multiplier(
+            lambda x: _cost(mechanism, x).event(mechanism.iterations),
             epsilon=epsilon,
             delta=excess,
             neighboring_relation=mechanism.neighboring_relation,
         )
-        steps = {cost(noise_multiplier): mechanism.iterations}
-        found.append(guarantee_of(steps, delta=delta).epsilon)
-    return max(found)
+    return at_most
+
+
+def _epsilon(mechanism: DPSGD, noise_multiplier: float, delta: float) -> float:
+    if math.isinf(noise_multiplier):
+        return 0.0
+    steps = {_cost(mechanism, noise_multiplier): mechanism.iterations}
+    return guarantee_of(steps, delta=delta).epsilon
+
+
+def _cost(mechanism: DPSGD, noise_multiplier: float) -> PrivacyCost:
+    return dataclasses.replace(mechanism.step_cost, noise_multiplier=noise_multiplier)
