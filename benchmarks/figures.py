@@ -194,7 +194,9 @@ def _spam_filters() -> list[Passage]:
 
 def _fine_tuning_on_emails() -> list[Passage]:
     lines = read("emails", "settings")
-    nats = [list(x["nats_per_token"].values()) for x in lines]
+    nats = [
+        list(x["nats_per_token"].values()) for x in lines if x["settings"]["steps"] == 3
+    ]
     before, private, public = zip(*nats, strict=True)
     listed = [
         f"{', '.join(f'{x:.3f}' for x in losses[:-1])} and {losses[-1]:.3f}"

@@ -48,7 +48,7 @@ import optax
 from records import FORMATS, private_and_held_out
 
 import dpmp
-from dpmp import lora
+from dpmp import lora, planning
 
 TARGETS = "attention/.*kernel"  # the matrices of all attention layers
 MAX_HELD_OUT = 128  # records on which the losses are measured
@@ -75,14 +75,21 @@ def make_mechanism(
             f"most a quarter of the {num_examples} records."
         )
         args.batch_size = batch_size  # for the report
-    return dpmp.DPSGD(
+    mechanism = dpmp.DPSGD(
         num_examples=num_examples,
         expected_batch_size=batch_size,
         iterations=args.steps,
         l2_clip_norm=args.l2_clip_norm,
         microbatch_size=args.microbatch_size,
         num_parameters=num_parameters,
-    ).calibrate(epsilon=args.epsilon, delta=args.delta)
+    )
+    target = {"epsilon": args.epsilon, "delta": args.delta}
+    if not args.least_noise:
+        return mechanism.calibrate(**target)
+    choices = planning.compare_noise(mechanism, **target)
+    errors = (f"{x.error:.2f} with {x.name}" for x in choices)
+    print("Noise in the sums of all updates:", *errors, sep="\n  ")
+    return choices[0].mechanism
 
 
 def train(
@@ -234,6 +241,7 @@ def parse_args() -> argparse.Namespace:
     add("--data", type=path, help="private records; else Python's own docstrings")
     add("--output", type=path, default="runs/llm", help="where results go")
     add("--epsilon", type=float, default=8.0, help="privacy budget")
+    add("--least-noise", action="store_true", help="compare kinds of noise; take best")
     add("--delta", type=float, default=1e-5, help="well below 1 / number of records")
     add("--compare", action="store_true", help=finetuning.COMPARE_HELP)
     add("--rank", type=int, default=8, help="of the changes of the matrices")

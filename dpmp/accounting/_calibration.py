@@ -12,6 +12,7 @@ from scipy import optimize
 from dpmp import _validate
 from dpmp.accounting import _epsilon
 from dpmp.accounting._events import DEFAULT_RELATION, check, check_relation
+from dpmp.accounting._steps import Run, steps_of
 
 _LOG_NOISE_RANGE, _LOG_NOISE_TOLERANCE = (-9.0, 21.0), 5e-5
 
@@ -56,10 +57,8 @@ def calibrate_noise_multiplier(
     epsilon, delta = check(epsilon=epsilon, delta=delta)
     check_relation(neighboring_relation)
 
-    def make_run(noise_multiplier: float) -> _epsilon.Run:
-        return _epsilon.Run(
-            _epsilon.steps_of(make_event(noise_multiplier)), neighboring_relation
-        )
+    def make_run(noise_multiplier: float) -> Run:
+        return Run(steps_of(make_event(noise_multiplier)), neighboring_relation)
 
     return least_noise_multiplier(
         lambda noise_multiplier: _epsilon.bound(make_run(noise_multiplier), delta)[0],
@@ -107,7 +106,7 @@ def least_noise_multiplier(
 
 
 def _guess_log_noise(
-    make_run: Callable[[float], _epsilon.Run], epsilon: float, delta: float
+    make_run: Callable[[float], Run], epsilon: float, delta: float
 ) -> float:
     """Guesses the solution as if the run were one Gaussian mechanism."""
     with np.errstate(all="ignore"):

@@ -11,9 +11,9 @@ which is secret.
 
 from dpmp.noise_addition._add_noise import first_past
 from dpmp.noise_addition._discrete_gaussian import NOISE_TOTAL_VARIATION
+from dpmp.noise_addition._grids import choose_resolution
 from dpmp.noise_addition._privatizers import (
     NoiseState,
-    choose_resolution,
     correlated_gaussian_privatizer,
     gaussian_privatizer,
 )

@@ -241,7 +241,7 @@ def test_neither_compilation_nor_sharding_changes_a_bit(mixed_total):
 def choices(total, **kwargs):
     """The unit for float sums, and the widths asked of the sampler, in units."""
     units, widths = [None], []
-    snapping = _privatizers._grid_of_floats
+    snapping = _privatizers.grid_of_floats
 
     def recording_snapping(*args):
         unit, widened = snapping(*args)
@@ -256,7 +256,7 @@ def choices(total, **kwargs):
 
     recorder = types.SimpleNamespace(at_least=recording_at_least)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_privatizers, "_grid_of_floats", recording_snapping)
+        patch.setattr(_privatizers, "grid_of_floats", recording_snapping)
         patch.setattr(_add_noise, "DiscreteGaussian", recorder)
         # Traced alone, a sum may have any size.
         privatizer = gaussian_privatizer(prng_key=KEY, **kwargs)
@@ -391,7 +391,7 @@ def test_sums_with_noise_wrap_around():
 
 def snap(leaf, stddev, cost):
     """The unit, and the steps of a float sum as Python integers."""
-    unit, _ = _privatizers._grid_of_floats(stddev, cost)
+    unit, _ = _privatizers.grid_of_floats(stddev, cost)
     snapped = round_to_grid(leaf, unit)
     return snapped.unit, [int(count) for count in snapped.counts]
 

@@ -108,6 +108,17 @@ def test_the_batch_is_at_most_a_quarter_of_the_records(monkeypatch, capsys):
     assert "9 instead of 128: at most a quarter of the 36" in capsys.readouterr().out
 
 
+def test_the_kind_with_least_noise_is_chosen(monkeypatch, capsys):
+    flags = ["--batch-size", "8", "--steps", "4", "--least-noise"]
+    monkeypatch.setattr("sys.argv", ["finetune_llm.py", *flags])
+    mechanism = example.make_mechanism(example.parse_args(), 32, 1000)
+    assert mechanism.has_correlated_noise
+    assert mechanism.guarantee().epsilon <= 8
+    printed = capsys.readouterr().out
+    assert "with 4 bands of the inverse" in printed
+    assert "with poisson" in printed
+
+
 @jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_an_adapter_is_served_with_the_tokenizer_of_training(run, llama, tmp_path):
     model = example.llm.load(llama, dtype=jnp.bfloat16)
