@@ -76,6 +76,16 @@ These cases are covered too:
 
    the sum changes by at most `l2_clip_norm`.
 
+Matrix units. Those of GPUs add k products to a float32 number at once: they align all
+k + 1 terms to the largest of their exponents, cut off the bits that are smaller than
+2^-23 times that power of two, and cut the sum off to float32. So u is 2^-23 there: in a
+sum of n products, the error is at most n u S, where S is the sum of magnitudes. To see
+this, let 2^e be the power of two. All partial sums are at most S, because magnitudes
+only shrink. The largest term loses nothing, so that the terms lose less than k u 2^e <=
+k u S. If the sum is below 2^(e + 1), it needs no other cut. Otherwise S >= 2^(e + 1),
+so that the terms lose less than (k / 2) u S, and the cut of the sum less than u S:
+together at most k u S, because k >= 2. Units that keep more bits have less error.
+
 Underflow. Products below 2^-126 may be flushed to zero. So `_SMALLEST_NORMAL` for each
 product is added to V and to A^2. `FLOOR` for each entry is added to |l_t|^2 and
 |r_t|^2, which makes gamma(inner) A^2 larger than the loss in inner products. If the
@@ -208,9 +218,11 @@ def group_size(microbatch_size: int, positions: int) -> int:
 
 def _gamma(num_roundings: int) -> float:
     """The relative error that roundings add up to; zero for no roundings."""
-    # Matrix units of accelerators may truncate, which has twice the error of rounding.
-    u = UNIT_ROUNDOFF * (1 if jax.default_backend() == "cpu" else 2)
-    return math.expm1(num_roundings * math.log1p(u))
+    return math.expm1(num_roundings * math.log1p(_unit_roundoff()))
+
+
+def _unit_roundoff() -> float:
+    return UNIT_ROUNDOFF * (1 if jax.default_backend() == "cpu" else 2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,13 @@ from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
+import matrix_units
 import numpy as np
 import pytest
 
 from dpmp import clipped_grad
-from dpmp.engines.book_keeping import _engine, _uses
+from dpmp.engines.book_keeping import _engine, _linalg, _uses
+from dpmp.numerics import _bounded
 from dpmp.numerics._bounded import (
     ROUNDING_RESERVE,
     BoundedSums,
@@ -196,6 +198,26 @@ def test_the_target_norms_leave_the_reserve_and_the_rounding_to_the_grid():
         assert target > 0.98 * most
 
 
+@pytest.mark.parametrize("at_once", [4, 16])
+def test_matrix_units_that_truncate_err_by_twice_as_much_as_rounding(at_once):
+    n, unit = 256, 2.0**-23
+    rng = np.random.default_rng(at_once)
+    sizes = np.exp2(rng.integers(-24, 3, size=(4000, n)))
+    factors = (rng.uniform(0.5, 1, (4000, n)) * sizes).astype(jnp.bfloat16)
+    factors[0] = [1.0, *[0.99609375 * unit] * (n - 1)]  # all but the first are lost
+    others = rng.choice([1.0, -1.0], factors.shape)
+    others[:1000] = 1
+    products = factors.astype(np.float64) * others
+    found = matrix_units.add_products(factors, others, at_once=at_once)
+    errors = np.abs(found - products.sum(1)) / np.abs(products).sum(1)
+    assert np.max(errors) <= n * unit
+    assert errors[0] > 0.99 * n * unit
+    # An H100 in 8 bits keeps 13 bits of a fraction, so that no sum may be taken there.
+    found = matrix_units.add_products(factors, others, fraction_bits=13)
+    errors = np.abs(found - products.sum(1)) / np.abs(products).sum(1)
+    assert np.max(errors) > 50 * n * unit
+
+
 def test_examples_of_too_many_positions_are_refused():
     with pytest.raises(ValueError, match=r"fewer positions.*positions=1048576"):
         norm_bound_for_clipping(
@@ -234,6 +256,38 @@ def test_one_example_changes_a_sum_of_groups_by_at_most_the_clip_norm(
 ):
     for case, batch in in_groups_of_four(8, dtype).items():
         assert largest_change(dtype, 8, batch) <= 1, case
+
+
+@pytest.fixture
+def on_matrix_units(in_groups_of_four, monkeypatch):
+    """Makes matrix units take the products, and gives them small batches."""
+
+    def use(dtype, **unit):
+        multiply = functools.partial(matrix_units.contract, **unit)
+        monkeypatch.setattr(_linalg, "contract", multiply)
+        monkeypatch.setattr(_bounded, "_unit_roundoff", lambda: 2.0**-23)
+        make_sum_fn.cache_clear()
+        return in_groups_of_four(8, dtype)
+
+    return use
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "at_once"), [(jnp.bfloat16, 4), (jnp.bfloat16, 16), (jnp.float16, 4)]
+)
+def test_one_example_changes_sums_of_matrix_units_by_at_most_the_clip_norm(
+    dtype, at_once, on_matrix_units
+):
+    for case, batch in on_matrix_units(dtype, at_once=at_once).items():
+        assert largest_change(dtype, 8, batch) <= 1, case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_groups_of_four", [2], indirect=True)
+def test_sums_of_units_with_few_bits_would_change_by_more(on_matrix_units):
+    batch = on_matrix_units(jnp.bfloat16, fraction_bits=7)["random"]
+    assert largest_change(jnp.bfloat16, 8, batch) > 1.005
 
 
 def test_sums_of_magnitudes_are_limited_for_the_size_of_groups():
