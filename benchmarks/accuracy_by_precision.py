@@ -12,14 +12,18 @@ between precisions has to be held against.
     autocast         the float32 policy, and the loss under `dpmp.autocast`
     fp16 ...         the policy "mixed_float16": without a loss scale, with a constant
                      one, and with `dpmp.loss_scaling.DynamicScale`
+    ... averages     Adam's averages are narrower: the first one in bfloat16
+                     (`mu_dtype`), or both in 8 bits (`dpmp.in_8_bits`)
+    bf16 parameters  stored in bfloat16, by stochastic rounding
 
 The loss is a sum over predictions, divided by 2^22, as in training loops that average
 over the millions of tokens of a batch. Clip norms have the same factor, and the
 optimizer takes it out again in float32, so that in exact arithmetic nothing would
 change. In float16, which has nothing below 6e-8, it does.
 
-A line has the score on held-out data, computed in float32 in all rows, and the share of
-updates, not zero, that did not change the parameter they were added to. All data here
+A line has the score on held-out data, computed in float32 in all rows, the bytes that a
+parameter and its averages take between steps, and the share of updates, not zero, that
+did not change the parameter they were added to. All data here
 are public, as such figures ask for.
 
 Learning rates are Adam's customary 1e-3 or twice that, where bfloat16 parameters lose
@@ -52,11 +56,18 @@ TASKS = {"digits": accuracy_tasks.digits, "transformer": accuracy_tasks.transfor
 class Row(NamedTuple):
     """A precision."""
 
-    policy: str | None  # the name of a `dpmp.Policy`; None for the naive trainer
+    policy: str | dpmp.Policy | None  # None for the naive trainer
     loss_scale: Any = None  # as in `dpmp.DPTrainer`
     is_autocast: bool = False  # the loss is under `dpmp.autocast`
+    adam: Any = optax.adam  # from learning rates
 
 
+def _adam_in_8_bits(learning_rate: Any) -> optax.GradientTransformation:
+    return dpmp.in_8_bits(optax.adam(learning_rate))
+
+
+_ROUNDED = dpmp.Policy(jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True)
+_NARROW_ADAM = functools.partial(optax.adam, mu_dtype=jnp.bfloat16)
 ROWS = {
     "float32": Row("float32"),
     "tf32": Row("tf32"),
@@ -66,6 +77,10 @@ ROWS = {
     "fp16 without scale": Row("mixed_float16"),
     "fp16 static scale": Row("mixed_float16", 2.0**24),
     "fp16 dynamic scale": Row("mixed_float16", DynamicScale(growth_interval=10)),
+    "bf16 average": Row("mixed_bfloat16", adam=_NARROW_ADAM),
+    "8-bit averages": Row("mixed_bfloat16", adam=_adam_in_8_bits),
+    "bf16 parameters": Row(_ROUNDED),
+    "bf16 parameters, 8-bit averages": Row(_ROUNDED, adam=_adam_in_8_bits),
 }
 
 
@@ -96,7 +111,7 @@ def train(
     # Adam has gradients of the loss without its weight.
     optimizer = optax.chain(
         optax.scale(1 / task.loss_weight),
-        optax.adam(optax.linear_schedule(task.learning_rate, 0, task.steps)),
+        row.adam(optax.linear_schedule(task.learning_rate, 0, task.steps)),
         count_lost_updates(),
     )
     options: Any = {
@@ -155,9 +170,11 @@ def benchmark(
         is_private, start = mechanism.is_private, time.perf_counter()
         initial = made.initial_params(seed)
         params, opt_state, scale = train(made, ROWS[row], mechanism, initial, seed)
-        score = made.evaluate(params)
+        score = made.evaluate(jax.tree.map(lambda x: x.astype(jnp.float32), params))
         seconds = time.perf_counter() - start
         total_lost, num_steps = opt_state[-1]
+        sizes = [x.size for x in jax.tree.leaves(params)]
+        stored = jax.tree.leaves((params, opt_state))
         yield {
             "metric": made.metric,
             "is_private": is_private,
@@ -168,6 +185,7 @@ def benchmark(
             "score": score,
             "score_before": made.evaluate(initial),
             "loss_scale": scale,
+            "bytes_per_parameter": round(sum(x.nbytes for x in stored) / sum(sizes), 2),
             "lost_updates": float(total_lost) / int(num_steps),
             "seconds": round(seconds, 1),
         }

@@ -57,6 +57,8 @@ def pivot(lines: Iterable[Line], row: str, column: str, value: str) -> Iterable[
     """
     rows: dict[Any, Line] = {}
     for x in lines:
+        if value not in x:  # an older line
+            continue
         values = x[value] if isinstance(x[value], list) else [x[value]]
         cells = rows.setdefault(x[row], {**x, "cells": {}})["cells"]
         cells.setdefault(column.format_map(x), []).extend(values)

@@ -24,10 +24,14 @@ from dpmp.engines import book_keeping
 from dpmp.mechanism import DPSGD
 from dpmp.numerics import GridArray
 from dpmp.planning import memory
-from dpmp.precision import Policy, autocast
+from dpmp.precision import Policy, autocast, in_8_bits
 from dpmp.sources import Source, check_source
 from dpmp.tools import audit, devices
-from dpmp.tools.precision_report import PrecisionReport, precision_report
+from dpmp.tools.precision_report import (
+    PrecisionReport,
+    compare_policies,
+    precision_report,
+)
 from dpmp.training import DPTrainer, SensitiveOutputs, TrainingState
 
 __version__ = "0.1.0"
@@ -55,7 +59,9 @@ __all__ = [
     "clip_pytree",
     "clipped_fun",
     "clipped_grad",
+    "compare_policies",
     "devices",
+    "in_8_bits",
     "lora",
     "loss_scaling",
     "memory",

@@ -223,6 +223,9 @@ CALLS = {
     "precision_report": lambda make: dpmp.precision_report(
         loss, PARAMS, {"x": make(PADDED)}
     ),
+    "compare_policies": lambda make: dpmp.compare_policies(
+        loss, PARAMS, {"x": make(PADDED)}, mechanism=trainer().mechanism
+    ),
     "autocast": lambda make: dpmp.autocast(loss)(PARAMS, {"x": make(PADDED)}),
     "lora.apply": lambda make: lora.apply(loss_with_adapters, BASE)(
         adapters(), {"x": make(PADDED)}

@@ -5,16 +5,19 @@
 bfloat16
 
 `autocast` is for a model that was written in float32. It computes the products of the
-model in 16 bits, and keeps sums and exponentials in float32. The dtypes of norms, sums
+model in 16 bits, and keeps sums and exponentials in float32. `in_8_bits` is for the
+averages of an optimizer. The dtypes of norms, sums
 and noise are not part of a policy: the privacy guarantee depends on them, so they
 belong to the mechanism.
 """
 
 from dpmp.precision._autocast import autocast
+from dpmp.precision._eight_bits import in_8_bits
 from dpmp.precision._policy import PRESETS, Policy
 
 __all__ = [
     "PRESETS",
     "Policy",
     "autocast",
+    "in_8_bits",
 ]

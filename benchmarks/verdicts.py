@@ -1,0 +1,224 @@
+"""Is the verdict of `dpmp.compare_policies` right?
+
+Twenty tasks, of which some are made so that 8 or 16 bits are too few: a verdict on each
+of them, and private training under the policy and in float32. The verdict "yes" is
+right if the two losses after 100 steps are within two standard errors, and "no" if
+they are not.
+
+    python -m benchmarks.verdicts                # a quarter of an hour on two cores
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dpmp
+from benchmarks import harness
+
+_NUM_EXAMPLES, _SIZE, _WIDTH, _CLASSES = 2048, 16, 32, 4
+
+
+class Task(NamedTuple):
+    """A loss of one example, in a batch of one, that trains from `init`."""
+
+    policy: str
+    loss: Callable[[Any, Any], jax.Array]
+    init: Callable[[np.random.Generator], Any]
+    input_scale: float = 1.0
+    length: int = 1  # positions of an example
+
+
+def _logits_to_loss(logits: jax.Array, batch: Any) -> jax.Array:
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), batch["label"]
+    )
+    return jnp.mean(losses)
+
+
+def _mlp(rng: np.random.Generator) -> Any:
+    shapes = {"first": (_SIZE, _WIDTH), "second": (_WIDTH, _CLASSES)}
+    weights = {
+        k: jnp.asarray(rng.normal(0, s[0] ** -0.5, s), jnp.float32)
+        for k, s in shapes.items()
+    }
+    return {**weights, "bias": jnp.zeros(_CLASSES), "scale": jnp.ones(_WIDTH)}
+
+
+def _plain(params: Any, batch: Any) -> jax.Array:
+    hidden = jax.nn.relu(batch["x"][:, 0] @ params["first"])
+    return _logits_to_loss(hidden @ params["second"] + params["bias"], batch)
+
+
+def _normalised(params: Any, batch: Any) -> jax.Array:
+    hidden = batch["x"][:, 0] @ params["first"]
+    hidden = hidden * jax.lax.rsqrt(jnp.mean(jnp.square(hidden), -1, keepdims=True))
+    hidden = jax.nn.relu(hidden * params["scale"])
+    return _logits_to_loss(hidden @ params["second"] + params["bias"], batch)
+
+
+def _running_mean(params: Any, batch: Any) -> jax.Array:
+    """Adds the positions up one after the other, in the dtype of the products."""
+    hidden = jax.nn.relu(batch["x"][0] @ params["first"])
+    total, _ = jax.lax.scan(
+        lambda c, h: (c + h, None), jnp.zeros_like(hidden[0]), hidden
+    )
+    mean = (total / len(hidden))[None]
+    return _logits_to_loss(mean @ params["second"] + params["bias"], batch)
+
+
+def _recurrent(params: Any, batch: Any) -> jax.Array:
+    def body(state: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        new = jnp.tanh(x @ params["first"] + state * params["scale"])
+        return new, None
+
+    state, _ = jax.lax.scan(body, jnp.zeros(_WIDTH, batch["x"].dtype), batch["x"][0])
+    return _logits_to_loss(state[None] @ params["second"] + params["bias"], batch)
+
+
+def _attention(params: Any, batch: Any) -> jax.Array:
+    hidden = batch["x"][0] @ params["first"]
+    weights = jax.nn.softmax(hidden @ hidden.T * params["scale"][0], axis=-1)
+    mixed = jnp.mean(weights @ hidden, axis=0)[None]
+    return _logits_to_loss(mixed @ params["second"] + params["bias"], batch)
+
+
+def _far_from_zero(params: Any, batch: Any) -> jax.Array:
+    """A large constant is added and taken away again."""
+    hidden = jax.nn.relu(batch["x"][:, 0] @ params["first"])
+    logits = (hidden @ params["second"] + 1000) - 1000
+    return _logits_to_loss(logits + params["bias"], batch)
+
+
+def _tiny(params: Any, batch: Any) -> jax.Array:
+    return 1e-6 * _plain(params, batch)
+
+
+def _exponential(params: Any, batch: Any) -> jax.Array:
+    """Sums of exponentials without care for their range."""
+    hidden = jax.nn.relu(batch["x"][:, 0] @ params["first"])
+    logits = 4 * (hidden @ params["second"]) + params["bias"]
+    total = jnp.sum(jnp.exp(logits), axis=-1)
+    return jnp.mean((jnp.log(total) - logits[:, batch["label"][0]]).astype(jnp.float32))
+
+
+def _large_bias(rng: np.random.Generator) -> Any:
+    params = _mlp(rng)
+    return {**params, "scale": jnp.full(_WIDTH, 300.0)}
+
+
+def _offset(params: Any, batch: Any) -> jax.Array:
+    """A parameter with a large value that the model takes differences to."""
+    hidden = batch["x"][:, 0] @ params["first"] + params["scale"]
+    hidden = jax.nn.relu(hidden - 300)
+    return _logits_to_loss(hidden @ params["second"] + params["bias"], batch)
+
+
+TASKS: dict[str, Task] = {
+    "mlp, bf16": Task("mixed_bfloat16", _plain, _mlp),
+    "mlp, fp16": Task("mixed_float16", _plain, _mlp),
+    "mlp, float8": Task("float8", _plain, _mlp),
+    "normalised, bf16": Task("mixed_bfloat16", _normalised, _mlp),
+    "normalised, fp16": Task("mixed_float16", _normalised, _mlp),
+    "normalised, float8": Task("float8", _normalised, _mlp),
+    "large inputs, bf16": Task("mixed_bfloat16", _normalised, _mlp, 1e4),
+    "large inputs, fp16": Task("mixed_float16", _normalised, _mlp, 1e4),
+    "running mean, bf16": Task("mixed_bfloat16", _running_mean, _mlp, length=512),
+    "running mean, fp16": Task("mixed_float16", _running_mean, _mlp, length=512),
+    "recurrent, bf16": Task("mixed_bfloat16", _recurrent, _mlp, length=16),
+    "recurrent, float8": Task("float8", _recurrent, _mlp, length=16),
+    "attention, bf16": Task("mixed_bfloat16", _attention, _mlp, length=8),
+    "attention, fp16": Task("mixed_float16", _attention, _mlp, length=8),
+    "attention, float8": Task("float8", _attention, _mlp, length=8),
+    "far from zero, bf16": Task("mixed_bfloat16", _far_from_zero, _mlp),
+    "far from zero, fp16": Task("mixed_float16", _far_from_zero, _mlp),
+    "tiny loss, fp16": Task("mixed_float16", _tiny, _mlp),
+    "exponentials, fp16": Task("mixed_float16", _exponential, _mlp, 8.0),
+    "offset, bf16": Task("mixed_bfloat16", _offset, _large_bias),
+}
+
+
+def benchmark(
+    task: Annotated[str, harness.Each(TASKS)],
+    epsilon: float = 8.0,
+    steps: int = 100,
+    seeds: int = 16,
+) -> harness.Lines:
+    """A line for each task: the verdict, and the losses after training."""
+    chosen = TASKS[task]
+    data, params = _data(chosen), chosen.init(np.random.default_rng(0))
+    mechanism = dpmp.DPSGD(
+        num_examples=_NUM_EXAMPLES,
+        expected_batch_size=128,
+        iterations=steps,
+        l2_clip_norm=dpmp.AutomaticClipping(),
+    ).calibrate(epsilon=epsilon, delta=1e-5)
+    some = {k: x[:64] for k, x in data.items()}
+    (verdict,) = dpmp.compare_policies(
+        chosen.loss, params, some, mechanism=mechanism, policies=[chosen.policy]
+    )
+    losses = {
+        policy: _losses_after(chosen, params, data, mechanism, policy, seeds)
+        for policy in ("float32", chosen.policy)
+    }
+    means = [float(np.mean(x)) for x in losses.values()]
+    errors = [np.std(x, ddof=1) / len(x) ** 0.5 for x in losses.values()]
+    is_close = bool(abs(means[0] - means[1]) <= 2 * np.hypot(*errors))
+    yield {
+        "policy": chosen.policy,
+        "safe": verdict.is_safe and not verdict.float32_paths,
+        "float32_paths": verdict.float32_paths,
+        **harness.rounded(
+            {x: getattr(verdict, x) for x in ("kept", "aside", "error")}, 4
+        ),
+        "losses": harness.rounded(dict(zip(losses, means, strict=True)), 4),
+        "standard_errors": harness.rounded(dict(zip(losses, errors, strict=True)), 4),
+        "same_loss": is_close,
+    }
+
+
+def _data(task: Task) -> dict[str, np.ndarray]:
+    """Inputs, and the labels that a random network gives them."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(_NUM_EXAMPLES, task.length, _SIZE)).astype(np.float32)
+    x += rng.normal(size=(_NUM_EXAMPLES, 1, _SIZE)).astype(np.float32)
+    teacher = rng.normal(size=(_SIZE, _CLASSES))
+    label = np.argmax(x.mean(1) @ teacher, axis=1).astype(np.int32)
+    return {"x": x * np.float32(task.input_scale), "label": label}
+
+
+def _losses_after(
+    task: Task,
+    params: Any,
+    data: dict[str, np.ndarray],
+    mechanism: dpmp.DPSGD,
+    policy: str,
+    seeds: int,
+) -> list[float]:
+    trainer = dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=task.loss,
+        optimizer=optax.sgd(0.5),
+        policy=policy,
+    )
+
+    @jax.jit
+    def mean_loss(params: Any) -> jax.Array:
+        def of_one(example: Any) -> jax.Array:
+            return task.loss(params, jax.tree.map(lambda x: x[None], example))
+
+        return jnp.mean(jax.lax.map(of_one, data, batch_size=64))
+
+    found = []
+    for _ in range(seeds):
+        state = trainer.fit(trainer.init(params), data, progress=False)
+        found.append(float(mean_loss(state.params)))
+    return found
+
+
+if __name__ == "__main__":
+    tiny = {"task": ["mlp, bf16"], "steps": 4, "seeds": 2}
+    harness.main(benchmark, tiny=tiny)

@@ -1,0 +1,267 @@
+"""Whether a policy is safe for a private run: its error beside the noise of the run.
+
+Per-example gradients are clipped and added up as in training, under the policy and in
+float32, and the two sums are compared.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpmp import _plain_text, _validate
+from dpmp._arrays import as_device_dtypes
+from dpmp._typing import PyTree
+from dpmp.engines import check_num_args
+from dpmp.loss_scaling import ScaledLoss
+from dpmp.mechanism import DPSGD
+from dpmp.numerics import is_grid, to_float
+from dpmp.precision import Policy
+from dpmp.tools.precision_report._comparison import cast, path_of
+
+# A policy is safe if all its errors together stay below this share of all noise.
+_SHARE_OF_NOISE = 0.3
+# Or if steps go as far down the slope of the loss as in float32, up to this share, and
+# no further to the side than this share of their length. To the side, the loss changes
+# by the square of it.
+_ALONG, _ASIDE = 0.05, 0.3
+
+# The numbers of parameters that are tried in float32, out of so many candidates.
+_TRIED = 1, 3, 10
+_NUM_CANDIDATES = 32
+
+_FLOAT32 = Policy.from_name("float32")
+_PRESETS = "tf32", "mixed_bfloat16", "mixed_float16", "float8"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a policy is safe for a private run. None of these numbers has noise.
+
+    Attributes:
+      policy: the name of the policy, or its compute dtype.
+      is_safe: whether the private run should reach the same loss as in float32.
+      float32_paths: the parameters that must stay in float32 for that.
+      kept: how far steps go in the direction of the float32 gradient, over how far they
+        should go: 1.0 if nothing is lost.
+      aside: the length of the rest of the step, in the same unit.
+      error: the errors of all steps, as if all had one direction, over the norm of the
+        noise of all steps.
+      time_ratio: the time of a sum of clipped gradients on this device, over float32.
+    """
+
+    policy: str
+    is_safe: bool
+    float32_paths: tuple[str, ...]
+    kept: float
+    aside: float
+    error: float
+    time_ratio: float
+
+    def __str__(self) -> str:
+        answer = "yes" if self.is_safe else "no"
+        if self.float32_paths:
+            answer += f", with float32_paths={self.float32_paths!r}"
+        text = (
+            f"Is {self.policy} safe for this private run? {answer}. Steps go "
+            f"{self.kept:.1%} as far in the direction of the float32 gradient, and "
+            f"{self.aside:.1%} aside. The errors of all steps are at most "
+            f"{self.error:.2g} of their noise."
+        )
+        if self.time_ratio > 1:
+            text += (
+                f" On this device, it takes {self.time_ratio:.1f} times as long as "
+                "float32."
+            )
+        return _plain_text.paragraph(text)
+
+
+def compare_policies(
+    fun: Callable[..., Any],
+    *args: Any,
+    mechanism: DPSGD,
+    policies: Sequence[str | Policy] = _PRESETS,
+    loss_scale: float = 1.0,
+) -> list[Verdict]:
+    """Says which policies are safe for a private run, and which parameters need more.
+
+    Rounding errors that are much smaller than the noise of the run do no harm. If a
+    policy is not safe, it is tried again with a few parameters in float32: those whose
+    rounding alone moves the gradient most.
+
+    The numbers have no noise: use public or synthetic data only.
+
+    >>> mechanism = dpmp.DPSGD(
+    ...     num_examples=1000, expected_batch_size=100, iterations=50, l2_clip_norm=1.0
+    ... ).calibrate(epsilon=8.0, delta=1e-5)
+    >>> (verdict,) = compare_policies(
+    ...     lambda w, x: jnp.mean((x @ w) ** 2),
+    ...     jnp.ones(3),
+    ...     np.ones((8, 3), np.float32),
+    ...     mechanism=mechanism,
+    ...     policies=["mixed_bfloat16"],
+    ... )
+    >>> verdict.is_safe
+    True
+
+    Args:
+      fun: the loss of one example, which gets it as a batch of one, as for `DPTrainer`.
+      *args: the parameters, and a batch: arrays with an axis of examples, 32 or more.
+      mechanism: a calibrated run, with its clip norm, noise and number of steps.
+      policies: policies or names of presets.
+      loss_scale: the factor of the loss, a power of two, where a policy computes in
+        float16.
+
+    Returns:
+      A verdict for each policy.
+
+    Raises:
+      ValueError: if the mechanism is not private, if `policies` is a single name, or as
+        by `clipped_grad` and `Policy.from_name`.
+    """
+    _validate.function(fun=fun)
+    check_num_args(args, (0,))
+    _validate.require(
+        mechanism.is_private,
+        "the mechanism must be private. Use mechanism.calibrate(epsilon=, delta=).",
+        noise_multiplier=mechanism.noise_multiplier,
+    )
+    _validate.require(
+        not isinstance(policies, str),
+        'policies must be a list of policies or names. Use ["mixed_bfloat16"].',
+        policies=policies,
+    )
+    args = as_device_dtypes(args)
+    first = mechanism.initial_clip_norm
+    mechanism = dataclasses.replace(
+        mechanism,
+        l2_clip_norm=mechanism.l2_clip_norm if first is None else float(first),
+        released_metrics=None,
+        microbatch_size=None,
+    )
+    trials = _Trials(fun, args, mechanism, loss_scale)
+    return [_verdict(trials, x) for x in policies]
+
+
+def _verdict(trials: "_Trials", given: str | Policy) -> Verdict:
+    policy = Policy.parse(given)
+    name = given if isinstance(given, str) else policy.compute_dtype.name
+    first = verdict = trials.of(policy, name)
+    if verdict.is_safe:
+        return verdict
+    paths = trials.furthest(policy)
+    for number in _TRIED:
+        tried = *policy.float32_paths, *paths[:number]
+        # Some losses do not run on parameters of several dtypes.
+        with contextlib.suppress(TypeError, ValueError):
+            verdict = trials.of(dataclasses.replace(policy, float32_paths=tried), name)
+        if verdict.is_safe:
+            return verdict
+    return first
+
+
+class _Sum(NamedTuple):
+    """A sum of clipped gradients, by leaf in float64, and the seconds it took."""
+
+    leaves: list[np.ndarray]
+    seconds: float
+
+
+class _Trials:
+    """Sums of clipped gradients of one loss under several policies."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[PyTree],
+        mechanism: DPSGD,
+        loss_scale: float,
+    ):
+        self._fun, self._args, self._loss_scale = fun, args, loss_scale
+        self._mechanism = mechanism
+        self._run = functools.cache(self._compiled)
+        self._sum = functools.cache(self._clipped_sum)
+
+    def of(self, policy: Policy, name: str) -> Verdict:
+        """Compares a policy with float32."""
+        found, exact = self._sum(policy), self._sum(_FLOAT32)
+        grad, reference = (
+            np.concatenate([np.ravel(x) for x in total.leaves])
+            for total in (found, exact)
+        )
+        length = float(np.linalg.norm(reference)) or 1.0
+        kept = float(grad @ reference) / length**2
+        aside = float(np.linalg.norm(grad - kept * reference)) / length
+        number = len(jax.tree.leaves(self._args[1:])[0])
+        # As if the batch had the expected size, for which `stddev` is.
+        stddev = self._mechanism.stddev * number / self._mechanism.expected_batch_size
+        noise = stddev * math.sqrt(grad.size / self._mechanism.iterations)
+        error = float(np.linalg.norm(grad - reference)) / noise
+        is_close = abs(kept - 1) <= _ALONG and aside <= _ASIDE
+        return Verdict(
+            policy=name,
+            is_safe=is_close or error <= _SHARE_OF_NOISE,
+            float32_paths=policy.float32_paths,
+            kept=kept,
+            aside=aside,
+            error=error,
+            time_ratio=found.seconds / exact.seconds,
+        )
+
+    def furthest(self, policy: Policy) -> list[str]:
+        """Expressions for the paths of parameters, those that matter most first.
+
+        A parameter matters if rounding it alone moves the sum in float32.
+        """
+        exact = self._sum(_FLOAT32).leaves
+        errors = map(_distance, self._sum(policy).leaves, exact)
+        candidates = np.argsort(list(errors))[::-1][:_NUM_CANDIDATES]
+        leaves, treedef = jax.tree.flatten(self._args[0])
+        rounded = jax.tree.leaves(jax.jit(policy.cast_to_compute)(self._args[0]))
+
+        def effect(i: int) -> float:
+            changed = [
+                *leaves[:i],
+                rounded[i].astype(leaves[i].dtype),
+                *leaves[i + 1 :],
+            ]
+            params = jax.tree.unflatten(treedef, changed)
+            moved = self._run(_FLOAT32)(params, *self._args[1:])
+            return math.hypot(*map(_distance, moved, exact))
+
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._args[0])]
+        order = sorted(candidates, key=effect, reverse=True)
+        return [f"^{re.escape(path_of(paths[i]))}$" for i in order]
+
+    def _clipped_sum(self, policy: Policy) -> _Sum:
+        run = self._run(policy)
+        leaves = [np.asarray(x, np.float64) for x in run(*self._args)]
+        start = time.perf_counter()
+        jax.block_until_ready(run(*self._args))
+        return _Sum(leaves, time.perf_counter() - start)
+
+    def _compiled(self, policy: Policy) -> Callable[..., list[jax.Array]]:
+        scale = self._loss_scale if policy.compute_dtype == jnp.float16 else 1.0
+        loss = ScaledLoss(policy.in_product_precision(self._fun), scale)
+        grad_fn = self._mechanism.clipped_grad(loss)
+
+        @jax.jit
+        def run(*args: PyTree) -> list[jax.Array]:
+            # NumPy would warn of values out of range, which are sensitive.
+            total = grad_fn(*cast(args, policy))
+            return list(map(to_float, jax.tree.leaves(total, is_leaf=is_grid)))
+
+        return run
+
+
+def _distance(a: Any, b: Any) -> float:
+    return float(np.linalg.norm(np.ravel(np.asarray(a, np.float64) - b)))

@@ -1,0 +1,129 @@
+"""That averages in 8 bits keep their means, and an optimizer on its way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpmp
+from dpmp.precision import _eight_bits
+
+_SHAPES = [(8192,), (64, 64), (3, 1500), (5000, 1), (2, 3, 700)]
+
+
+def _numbers(shape, seed=0):
+    """Of many sizes, with zeros among them."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * np.exp2(rng.uniform(-8, 0, shape))
+    return jnp.asarray(np.where(rng.random(shape) < 0.1, 0, x), jnp.float32)
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_rounding_is_to_a_neighbour_and_keeps_the_mean(shape):
+    x = _numbers(shape)
+    many = jax.vmap(
+        lambda key: _eight_bits._widened(_eight_bits._to_eight_bits(x, key))
+    )(jax.random.split(jax.random.key(0), 400))
+    largest = float(jnp.max(jnp.abs(x)))
+    # Steps are 2 / 127 at most, and random bits have a resolution of 1 / 256.
+    assert np.max(np.abs(many - x)) <= 2 / 127 * largest
+    spread = np.std(many, axis=0) / 20
+    smallest = largest / 127**2  # what is below becomes this
+    error = np.abs(np.mean(many, axis=0) - x)
+    assert np.mean(error <= 4 * spread + 2 / 127 / 256 * largest + smallest) > 0.999
+    np.testing.assert_array_equal(np.sign(many), np.sign(x)[None] + 0 * many)
+
+
+def test_nothing_but_zero_becomes_zero():
+    x = jnp.zeros((1, 128)).at[0, :3].set(jnp.array([1.0, 1e-12, -1e-12]))
+    found = _eight_bits._widened(_eight_bits._to_eight_bits(x, jax.random.key(0)))
+    np.testing.assert_allclose(found[0, :4], [1, 1 / 127**2, -1 / 127**2, 0])
+
+
+def test_what_is_not_finite_stays_so():
+    x = jnp.ones((2, 128)).at[0, 5].set(jnp.nan)
+    found = _eight_bits._widened(_eight_bits._to_eight_bits(x, jax.random.key(0)))
+    assert np.all(np.isnan(found[0]))
+    np.testing.assert_array_equal(found[1], 1)
+
+
+def _quadratic(optimizer, steps=300):
+    """The distance to the minimum that is left, with noisy gradients."""
+    target = jnp.linspace(-1, 1, 8192).reshape(64, 128)
+    noise = jax.random.normal(jax.random.key(1), (steps, 64, 128))
+
+    def body(carry, z):
+        params, state = carry
+        updates, state = optimizer.update(params - target + z, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    start = jnp.zeros_like(target)
+    (params, _), _ = jax.lax.scan(body, (start, optimizer.init(start)), noise)
+    return float(jnp.sqrt(jnp.mean(jnp.square(params - target))))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(optax.linear_schedule(0.02, 0.0, 300)),
+        optax.sgd(0.01, momentum=0.9),
+        optax.chain(optax.clip_by_global_norm(1e3), optax.adamw(0.01)),
+    ],
+    ids=["adam", "momentum", "chain"],
+)
+@jax.numpy_dtype_promotion("standard")  # optax needs it
+def test_an_optimizer_ends_where_it_does_in_float32(optimizer):
+    wide, narrow = map(_quadratic, (optimizer, dpmp.in_8_bits(optimizer)))
+    assert narrow < 1.05 * wide
+    assert narrow != wide
+
+
+def test_small_arrays_and_other_parts_of_a_state_stay_as_they_are():
+    optimizer = optax.chain(optax.adam(0.1), optax.ema(0.9))
+    params = {"large": jnp.ones((64, 64)), "small": jnp.ones(64)}
+    state = dpmp.in_8_bits(optimizer).init(params).inner
+    averages = state[0][0]
+    assert averages.mu["large"].codes.dtype == jnp.int8
+    assert averages.nu["large"].sizes.shape == (32,)
+    assert averages.mu["small"].dtype == jnp.float32
+    assert state[1].ema["large"].dtype == jnp.float32
+
+
+@jax.numpy_dtype_promotion("standard")  # optax needs it
+def test_a_trainer_takes_it_and_a_run_can_be_resumed(tmp_path):
+    mechanism = dpmp.DPSGD(
+        num_examples=64,
+        expected_batch_size=16,
+        iterations=4,
+        l2_clip_norm=1.0,
+        noise_multiplier=1.0,
+        delta=1e-5,
+        num_parameters=8192,
+    )
+    trainer = dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=lambda w, x: jnp.mean(jnp.square(x @ w)),
+        optimizer=dpmp.in_8_bits(optax.adam(0.1)),
+        policy="float32",
+        prng_key=jax.random.key(0),
+    )
+    data = np.ones((64, 64), np.float32)
+    options = {"checkpoint_dir": tmp_path, "every": 2, "progress": False}
+    trainer.fit(trainer.init(jnp.zeros((64, 128))), data, stop_at=2, **options)
+    state = trainer.fit(trainer.init(jnp.zeros((64, 128))), data, **options)
+    assert state.step == 4
+    codes = [x for x in jax.tree.leaves(state.opt_state) if x.dtype == jnp.int8]
+    assert [x.shape for x in codes] == [(64, 128)] * 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (1.0, "optimizer must be a GradientTransformation"),
+        (optax.sgd(0.1), "the optimizer must keep averages"),
+    ],
+)
+def test_what_has_no_averages_is_refused(optimizer, message):
+    with pytest.raises(ValueError, match=message):
+        dpmp.in_8_bits(optimizer).init(jnp.ones(8192))

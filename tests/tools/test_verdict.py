@@ -1,0 +1,122 @@
+"""That verdicts follow the error of a gradient, and the noise that it is added to."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpmp
+from dpmp import compare_policies
+
+_rng = np.random.default_rng(0)
+_X = _rng.normal(size=(32, 8)).astype(np.float32)
+_PARAMS = {
+    "w": _rng.normal(size=(8, 4)).astype(np.float32),
+    "b": (300 + _rng.normal(size=4)).astype(np.float32),
+}
+_MECHANISM = dpmp.DPSGD(
+    num_examples=1000,
+    expected_batch_size=100,
+    iterations=50,
+    l2_clip_norm=1.0,
+    noise_multiplier=0.8,
+    delta=1e-5,
+    num_parameters=100,
+)
+
+
+def _plain(params, x):
+    return jnp.mean(jnp.square(jnp.tanh(x @ params["w"])))
+
+
+def _offset(params, x):
+    """In bfloat16, neighbours of 300 are 2 apart."""
+    biases = (params["b"] - 300.0).astype(x.dtype)
+    return jnp.mean(jnp.square(jnp.tanh(x @ params["w"] + biases)))
+
+
+def _verdict(loss, policy="mixed_bfloat16", x=_X, mechanism=_MECHANISM, **options):
+    (verdict,) = compare_policies(
+        loss, _PARAMS, x, mechanism=mechanism, policies=[policy], **options
+    )
+    return verdict
+
+
+def test_a_gradient_that_hardly_changes_is_safe():
+    verdict = _verdict(_plain)
+    assert verdict.is_safe
+    assert verdict.float32_paths == ()
+    assert abs(verdict.kept - 1) < 0.03
+    assert 0 < verdict.aside < 0.05
+    assert "Is mixed_bfloat16 safe for this private run? yes." in str(verdict)
+
+
+def test_paths_that_help_are_found_and_can_be_pasted():
+    verdict = _verdict(_offset)
+    assert verdict.is_safe
+    assert "b" in verdict.float32_paths[0]
+    policy = dpmp.Policy.from_name(
+        "mixed_bfloat16", float32_paths=verdict.float32_paths
+    )
+    again = _verdict(_offset, policy)
+    assert again.is_safe
+    assert again.float32_paths == verdict.float32_paths
+    assert abs(again.kept - verdict.kept) < 1e-6
+
+
+def test_a_loss_that_leaves_the_range_is_not_safe():
+    def tiny(params, x):
+        return 1e-7 * _plain(params, x)
+
+    large = dataclasses.replace(_MECHANISM, l2_clip_norm=1e-9)
+    given = {"mechanism": large, "policies": ["mixed_float16"]}
+    (verdict,) = compare_policies(tiny, _PARAMS, _X, **given)
+    assert not verdict.is_safe
+    assert "no" in str(verdict)
+    (verdict,) = compare_policies(tiny, _PARAMS, _X, **given, loss_scale=2.0**14)
+    assert verdict.is_safe
+
+
+def test_with_enough_noise_an_error_does_not_matter():
+    noisy = dataclasses.replace(_MECHANISM, noise_multiplier=100.0)
+    before, after = (_verdict(_offset, mechanism=x) for x in (_MECHANISM, noisy))
+    assert before.float32_paths
+    assert after.float32_paths == ()
+    assert after.is_safe
+
+
+def test_the_numbers_do_not_depend_on_the_size_of_the_batch():
+    some, more = _verdict(_plain), _verdict(_plain, x=np.concatenate([_X, _X]))
+    for name in ("kept", "aside", "error"):
+        assert getattr(some, name) == pytest.approx(getattr(more, name), rel=1e-3)
+
+
+def test_metrics_and_adaptive_clip_norms_are_left_out():
+    mechanism = dataclasses.replace(
+        _MECHANISM, l2_clip_norm=dpmp.AdaptiveClipNorm(initial=1.0)
+    )
+    assert _verdict(_plain, mechanism=mechanism).is_safe
+
+
+def test_a_loss_that_clashes_with_some_paths_has_a_verdict():
+    def strict(params, x):
+        biases = jnp.broadcast_to(params["b"] - 300.0, (len(x), 4))
+        outputs = jax.lax.add((x @ params["w"]).astype(x.dtype), biases)
+        return jnp.mean(jnp.square(jnp.tanh(outputs)))
+
+    assert not _verdict(strict).is_safe
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mechanism": _MECHANISM.without_privacy()}, "must be private"),
+        ({"policies": "float8"}, "must be a list of policies"),
+        ({"policies": ["float9"]}, "policy"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        compare_policies(_plain, _PARAMS, _X, **{"mechanism": _MECHANISM} | options)
