@@ -437,7 +437,12 @@ TABLE = {
             ("norm", "layers.("),
             (3,),
         ),
-        ('float8_scale must be "per_example"', "float8_scale", 3.0),
+        ("products must be a format", "products", 3.0),
+        ("format must be one of", "products", "int7"),
+        ("format must be one of", "products", {"w": "float32"}),
+        ("an expression in products must be valid", "products", {"(": "int8"}),
+        ("a rule must be a pair", "products", [3.0]),
+        ("rounded_share must be in", "rounded_share", 0.0),
     ],
     dpmp.Policy.from_name: [("policy must be", "name", "fp16")],
     dpmp.autocast: [

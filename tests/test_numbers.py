@@ -245,7 +245,7 @@ REALS = {
     "ReleasedMetrics.joint_norm_bound": (lambda x: released().joint_norm_bound(x), 3.0),
     **vary(
         dpmp.Policy,
-        {"float8_scale": 64.0},
+        {"rounded_share": 0.5},
         param_dtype="float32",
         compute_dtype="bfloat16",
     ),

@@ -1,9 +1,8 @@
 """Averages of an optimizer in 8 bits: a quarter of their memory.
 
-An average is divided into blocks of 128 numbers along its last axis, or, if that axis is
+An average is divided into blocks of 128 numbers along its last axis; if that axis is
 shorter, in the order of memory. A block has the size s of its largest number, in
-float32. Each of its numbers is stored as an integer c
-from -127 to 127, and stands for
+float32. Each of its numbers is stored as an integer c from -127 to 127, and stands for
 
     sign(c) (c / 127)^2 s.
 
@@ -26,6 +25,7 @@ import optax
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+from dpmp.programs import formats
 
 _BLOCK, _LARGEST = 128, 127
 
@@ -139,36 +139,27 @@ def _is_large(x: Any) -> bool:
 
 
 def _to_eight_bits(x: jax.Array, key: jax.Array) -> EightBits:
-    blocks = _in_blocks(x.astype(jnp.float32))
-    sizes = jnp.max(jnp.abs(blocks), axis=-1)
-    inverse = jnp.where(sizes > 0, 1 / sizes, 0.0)
-    shares = jnp.minimum(jnp.abs(x) * _spread(inverse, x), 1.0)
+    rows = _in_rows(x.astype(jnp.float32))
+    sizes = formats.largest_of_blocks(rows, _BLOCK)
+    inverse = formats.spread(jnp.where(sizes > 0, 1 / sizes, 0.0), rows, _BLOCK)
+    shares = jnp.minimum(jnp.abs(rows) * inverse, 1.0)
     # c is the largest number with (c / 127)^2 <= share, up to rounding.
     below = jnp.floor(jnp.sqrt(shares) * _LARGEST)
     low, high = jnp.square(below / _LARGEST), jnp.square((below + 1) / _LARGEST)
     chance = (shares - low) / (high - low)
-    random = jax.random.bits(key, x.shape, jnp.uint8).astype(jnp.float32) / 256
+    random = jax.random.bits(key, rows.shape, jnp.uint8).astype(jnp.float32) / 256
     codes = jnp.where(random < chance, below + 1, below)
     codes = jnp.clip(codes, jnp.where(shares > 0, 1, 0), _LARGEST)
-    return EightBits((jnp.sign(x) * codes).astype(jnp.int8), sizes)
+    codes = (jnp.sign(rows) * codes).astype(jnp.int8)
+    return EightBits(codes.reshape(x.shape), sizes)
 
 
 def _widened(x: EightBits) -> jax.Array:
-    codes = x.codes.astype(jnp.float32) / _LARGEST
-    return codes * jnp.abs(codes) * _spread(x.sizes, codes)
+    rows = _in_rows(x.codes.astype(jnp.float32)) / _LARGEST
+    wide = rows * jnp.abs(rows) * formats.spread(x.sizes, rows, _BLOCK)
+    return wide.reshape(x.codes.shape)
 
 
-def _in_blocks(x: jax.Array) -> jax.Array:
-    """Divides the last axis into blocks, and pads the last one with zeros."""
-    x = x if x.shape[-1] >= _BLOCK else x.reshape(-1)
-    missing = -x.shape[-1] % _BLOCK
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    return padded.reshape(*x.shape[:-1], -1, _BLOCK)
-
-
-def _spread(sizes: jax.Array, like: jax.Array) -> jax.Array:
-    """Repeats one number of each block for its entries, in the shape of `like`."""
-    spread = jnp.repeat(sizes, _BLOCK, axis=-1)
-    if sizes.ndim < like.ndim:
-        return spread[: like.size].reshape(like.shape)
-    return spread[..., : like.shape[-1]]
+def _in_rows(x: jax.Array) -> jax.Array:
+    """Makes one row of an array whose last axis is shorter than a block."""
+    return x if x.shape[-1] >= _BLOCK else x.reshape(-1)

@@ -13,8 +13,10 @@ import optax
 from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.numerics import at_least_float32
-from dpmp.precision import _stochastic_rounding
-from dpmp.programs import float8
+from dpmp.precision import _rules, _stochastic_rounding
+from dpmp.programs import float8, rounded_products
+
+_SEED = 0  # of what is rounded in a step, which is public
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,22 @@ class Policy:
         `param_dtype`, also in the loss, if one of them is found in its path, which is
         `jax.tree_util.keystr(path, simple=True, separator="/")`. An expression that is
         found in no path is refused with a ValueError when parameters are cast.
-      float8_scale: if given, the operands of products in the loss are rounded to
-        float8_e4m3fn, and cotangents to float8_e5m2, unless an operand is wider than
-        `compute_dtype`, or the product is in a function with derivatives of its own.
-        The scale is "per_example", or a power of two that multiplies all operands.
-        "per_example" computes a scale for each operand of each example (a parameter has
-        one scale for all examples). Dot products run in 8 bits, with sums in float32,
-        on NVIDIA GPUs from compute capability 8.9 on. Other devices emulate them in
-        `compute_dtype`. Convolutions, and the norms and sums of book-keeping, are
-        emulated everywhere.
+      products: which products of the loss have operands of few bits: the name of a
+        format, for all products, or a mapping from regular expressions to formats. The
+        first expression that is found in the path of a parameter counts for the
+        products that multiply by it; a product of no parameter has the path "". Rules
+        of qwix are taken too. The formats are "float8", "mxfp8", "nvfp4" and "int8";
+        with "_forward" behind them, cotangents are not rounded; "compute" is the
+        compute dtype. Each example has scales of its own, and a parameter has the same
+        for all. A product stays as it is if an operand is wider than `compute_dtype`,
+        or if it is in a function with derivatives of its own. Products of "float8" run
+        in 8 bits on NVIDIA GPUs from compute capability 8.9 on. Other devices and
+        formats emulate them in `compute_dtype`. Convolutions of "float8" are emulated
+        everywhere, and are not rounded in other formats. The norms and sums of
+        book-keeping are never taken in few bits.
+      rounded_share: the share of parameters whose products are rounded in a step. Which
+        ones they are is drawn for every step, by bits that anyone may know. Then all
+        formats are emulated.
       stochastic_rounding: whether parameters are stored in bfloat16, without float32
         masters. Updates are added in float32, and the sum is rounded up or down at
         random, so that small updates count on average. This saves 4 bytes per entry: 2
@@ -58,7 +67,8 @@ class Policy:
     compute_dtype: Any
     matmul_precision: str | None = None
     float32_paths: tuple[str, ...] = ()
-    float8_scale: str | float | None = None
+    products: Any = None
+    rounded_share: float = 1.0
     stochastic_rounding: bool = False
 
     def __post_init__(self):
@@ -67,7 +77,8 @@ class Policy:
             param_dtype=_float_dtype,
             compute_dtype=_float_dtype,
             float32_paths=_patterns,
-            float8_scale=lambda float8_scale: float8.check_scale(float8_scale),
+            products=_rules.parse,
+            rounded_share=_validate.probability,
         )
         is_bfloat16 = self.param_dtype == jnp.bfloat16
         _validate.require(
@@ -119,7 +130,7 @@ class Policy:
         unused = set(self.float32_paths)
 
         def cast(path: Any, x: Any) -> jax.Array:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = _name(path)
             found = {p for p in self.float32_paths if re.search(p, name)}
             unused.difference_update(found)
             return _cast(x, at_least_float32(self.param_dtype) if found else dtype)
@@ -165,12 +176,34 @@ class Policy:
         sums = optax.apply_updates(self.cast_to_update(params), updates)
         return _stochastic_rounding.round_like(sums, params, prng_key)
 
-    def in_product_precision(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Applies `matmul_precision` and `float8_scale` to `fun` and its gradient."""
-        if self.float8_scale is not None:
-            fun = float8.with_float8_products(
-                fun, self.float8_scale, widest=self.compute_dtype
-            )
+    @property
+    def is_native(self) -> bool:
+        """Whether this device takes all rounded products in few bits."""
+        forms = {form for _, form in self.products} - {_rules.UNROUNDED}
+        return forms <= {"float8"} and self.rounded_share == 1 and float8.is_native()
+
+    def draw_rounded(self, step: jax.Array, params: PyTree) -> jax.Array | None:
+        """Draws which parameters have rounded products in a step; None for all.
+
+        The result has a 1 or a 0 for each parameter, and one for all other products.
+        """
+        if not self.products or self.rounded_share == 1:
+            return None
+        key = jax.random.fold_in(jax.random.key(_SEED), step)
+        number = len(jax.tree.leaves(params)) + 1
+        drawn = jax.random.bernoulli(key, self.rounded_share, (number,))
+        return drawn.astype(jnp.float32)
+
+    def in_product_precision(
+        self, fun: Callable[..., Any], is_rounded: jax.Array | None = None
+    ) -> Callable[..., Any]:
+        """Applies `matmul_precision` and `products` to `fun` and its gradient.
+
+        The first argument of `fun` has the parameters. `is_rounded` comes from
+        `draw_rounded`; None rounds all products that have a format.
+        """
+        if self.products:
+            fun = self._with_rounded_products(fun, is_rounded)
         if self.matmul_precision is None:
             return fun
 
@@ -180,14 +213,43 @@ class Policy:
 
         return scoped
 
+    def _with_rounded_products(
+        self, fun: Callable[..., Any], is_rounded: jax.Array | None
+    ) -> Callable[..., Any]:
+        def rounded_fun(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+            paths = [_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+            _rules.check_found(self.products, paths)
+
+            def choose(number: int | None) -> rounded_products.Choice | None:
+                form = _rules.format_of(
+                    self.products, "" if number is None else paths[number]
+                )
+                if form is None:
+                    return None
+                drawn = None
+                if is_rounded is not None:
+                    drawn = is_rounded[len(paths) if number is None else number]
+                return rounded_products.Choice(form, drawn)
+
+            rounded = rounded_products.with_rounded_products(
+                fun, choose, widest=self.compute_dtype
+            )
+            return rounded(params, *args, **kwargs)
+
+        return rounded_fun
+
 
 PRESETS: dict[str, dict[str, Any]] = {
     "float32": {"compute_dtype": jnp.float32, "matmul_precision": "float32"},
     "tf32": {"compute_dtype": jnp.float32, "matmul_precision": "tensorfloat32"},
     "mixed_bfloat16": {"compute_dtype": jnp.bfloat16},
     "mixed_float16": {"compute_dtype": jnp.float16},
-    "float8": {"compute_dtype": jnp.bfloat16, "float8_scale": float8.PER_EXAMPLE},
+    "float8": {"compute_dtype": jnp.bfloat16, "products": "float8"},
 }
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _float_dtype(**value: Any) -> Any:

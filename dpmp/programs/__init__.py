@@ -4,9 +4,9 @@ No other files use the extension modules of jax. Modules import only from rows b
 their own:
 
     complex_products
-    float8   transformations   losses   cotangents
-    frozen
-    bodies   convolutions
+    rounded_products   transformations   losses   cotangents
+    formats   frozen
+    float8   bodies   convolutions
     interpreter   source_lines
     primitives
 """
@@ -17,10 +17,12 @@ from dpmp.programs import (
     convolutions,
     cotangents,
     float8,
+    formats,
     frozen,
     interpreter,
     losses,
     primitives,
+    rounded_products,
     source_lines,
     transformations,
 )
@@ -31,10 +33,12 @@ __all__ = [
     "convolutions",
     "cotangents",
     "float8",
+    "formats",
     "frozen",
     "interpreter",
     "losses",
     "primitives",
+    "rounded_products",
     "source_lines",
     "transformations",
 ]

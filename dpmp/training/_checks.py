@@ -21,7 +21,6 @@ from dpmp._warnings import warn
 from dpmp.loss_scaling import ScaledLoss
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
-from dpmp.programs import float8
 from dpmp.sources import check_sharding
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 
@@ -56,10 +55,10 @@ def check_types(
 
 def warn_of_policy(policy: Policy, loss_scale: Any) -> None:
     """Warns of a policy that is slow on this device or that trains little."""
-    if policy.float8_scale is not None and not float8.is_native():
+    if policy.products and not policy.is_native:
         warn(
-            "float8 products are emulated on this device: they are rounded as on a "
-            "device with float8, but slower."
+            "products of few bits are emulated on this device: they are rounded as on "
+            "a device that has them, but slower."
         )
     if loss_scale is None and policy.compute_dtype == jnp.float16:
         warn(

@@ -240,24 +240,29 @@ class Step:
             takes_key=self.uses_prng_key,
             compute_dtype=dtype,
         )
-        loss_fn = self.policy.in_product_precision(
-            losses.with_checked_result(self.loss_fn)
-        )
+        loss_fn, drawn = self._loss_in_product_precision(state)
         of_params = jax.tree.map(_meshes.spec_of, state.params)
         # Per-example gradients take more memory than all parameters do.
         is_lean = self.mechanism.method == "book_keeping"
         arg_specs = [x if is_lean else jax.P() for x in jax.tree.leaves(of_params)]
         with losses.explained(args[1], dtype):
             loss_fn, constants, specs = transformations.hoist_constants(
-                loss_fn, *args, *keys, check=check, spec_of=spec_of, arg_specs=arg_specs
+                loss_fn,
+                *args,
+                *keys,
+                *drawn,
+                check=check,
+                spec_of=spec_of,
+                arg_specs=arg_specs,
             )
 
         axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
         mesh = _meshes.mesh_of((batch, state))
-        shards = Shards(axes, of_params, {"constants": specs})
+        of_drawn = [jax.P()] * len(drawn)
+        shards = Shards(axes, of_params, {"constants": specs, "drawn": of_drawn})
 
-        def loss(*args, constants):
-            return loss_fn(constants, *args)
+        def loss(*args, constants, drawn):
+            return loss_fn(constants, *args, *drawn)
 
         def step(state, keys, batch, is_padding, past, constants):
             """Makes one step under tracing; see docs/architecture.md."""
@@ -345,7 +350,29 @@ class Step:
             args = (*args, _model_key(model_words))
         specs: Any = shards.kwarg_specs
         constants = frozen.with_parts(constants, args[0], specs["constants"])
-        return grad_fn(*args, is_padding_example=is_padding, constants=constants)
+        drawn = self._drawn(state.step, args[0])
+        return grad_fn(
+            *args, is_padding_example=is_padding, constants=constants, drawn=drawn
+        )
+
+    def _drawn(self, step: jax.Array, params: PyTree) -> list[jax.Array]:
+        """What a policy draws for a step, as further arguments of the loss."""
+        drawn = self.policy.draw_rounded(step, params)
+        return [] if drawn is None else [drawn]
+
+    def _loss_in_product_precision(
+        self, state: TrainingState
+    ) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
+        """The loss under the policy, and the shapes of its further arguments."""
+        fun = losses.with_checked_result(self.loss_fn)
+        drawn = jax.eval_shape(self._drawn, state.step, state.params)
+        if not drawn:
+            return self.policy.in_product_precision(fun), []
+
+        def loss_fn(*args):
+            return self.policy.in_product_precision(fun, args[-1])(*args[:-1])
+
+        return loss_fn, drawn
 
     def _release(
         self, released: Released, update_words: jax.Array, state: TrainingState

@@ -12,7 +12,7 @@ from dpmp import Policy
     [
         ("tf32", Policy("float32", "float32", "tensorfloat32")),
         ("mixed_float16", Policy(jnp.float32, np.dtype(np.float16))),
-        ("float8", Policy(jnp.float32, jnp.bfloat16, float8_scale="per_example")),
+        ("float8", Policy(jnp.float32, jnp.bfloat16, products="float8")),
     ],
 )
 def test_presets_keep_float32_parameters(name, expected):

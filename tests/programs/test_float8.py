@@ -14,22 +14,22 @@ from programs import equations
 import dpmp
 from dpmp import DPSGD, DPTrainer, Policy, book_keeping
 from dpmp.programs import float8
-from dpmp.programs.float8 import (
-    PER_EXAMPLE,
-    _to_float8,
-    is_native,
-    round_to,
-    with_float8_products,
-)
+from dpmp.programs.float8 import _to_float8, is_native
+from dpmp.programs.formats import round_to
+from dpmp.programs.rounded_products import Choice, with_rounded_products
 
 FORMATS = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 
 both_ways = pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def rounded_to(x, dtype, scale):
-    return round_to(x, dtype, scale)
+def with_float8_products(fun, *, native=None):
+    return with_rounded_products(fun, lambda _: Choice("float8"), native=native)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def rounded_to(x, dtype):
+    return round_to(x, dtype)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,9 @@ def rounded_to(x, dtype, scale):
 )
 def test_rounds_to_the_nearest_number_of_the_format(name, dtype):
     x = np.random.default_rng(0).normal(size=500).astype(np.float32).astype(dtype)
-    rounded = rounded_to(x, FORMATS[name], 1.0)
+    x[0] = largest = float(jnp.finfo(FORMATS[name]).max)  # so that the scale is 1
+    x[1:] *= np.asarray(largest / 4, dtype)
+    rounded = rounded_to(x, FORMATS[name])
     expected = np.asarray(x, np.float32).astype(getattr(ml_dtypes, name))
     np.testing.assert_array_equal(
         np.asarray(rounded, np.float32), expected.astype(np.float32)
@@ -47,28 +49,22 @@ def test_rounds_to_the_nearest_number_of_the_format(name, dtype):
 def test_a_scale_of_its_own_makes_an_array_of_any_size_fit():
     for size in (1e-30, 3e-5, 1.0, 7e4, 1e30):
         x = np.float32(size) * np.linspace(-1, 1, 99, dtype=np.float32)
-        rounded = rounded_to(x, jnp.float8_e4m3fn, PER_EXAMPLE)
+        rounded = rounded_to(x, jnp.float8_e4m3fn)
         # Three bits after the point, half a unit; the smallest is 2^-15 of the largest.
         np.testing.assert_allclose(rounded, x, rtol=2.0**-4, atol=2.0**-15 * size)
         assert np.max(np.abs(rounded - x)) > 0
 
 
-def test_a_static_scale_stops_at_the_largest_number():
-    rounded = rounded_to(np.float32([1e6, -300.0, 1e-3]), jnp.float8_e4m3fn, 2.0)
-    np.testing.assert_array_equal(rounded, [224.0, -224.0, 2.0**-10])
-
-
-@pytest.mark.parametrize("scale", [PER_EXAMPLE, 1.0])
-def test_what_is_not_finite_stays_so_and_zeros_and_nothing_stay_too(scale):
+def test_what_is_not_finite_stays_so_and_zeros_and_nothing_stay_too():
     for x in ([np.inf, -np.inf, np.nan, 1.0], [0.0] * 4, np.zeros((0, 3))):
-        rounded = rounded_to(np.float32(x), jnp.float8_e4m3fn, scale)
+        rounded = rounded_to(np.float32(x), jnp.float8_e4m3fn)
         np.testing.assert_array_equal(rounded, np.float32(x))
 
 
 def _by_hand(w, x, cotangent):
     """A product and its gradients, of rounded numbers."""
-    w8, x8 = (round_to(a, jnp.float8_e4m3fn, PER_EXAMPLE) for a in (w, x))
-    c8 = round_to(cotangent, jnp.float8_e5m2, PER_EXAMPLE)
+    w8, x8 = (round_to(a, jnp.float8_e4m3fn) for a in (w, x))
+    c8 = round_to(cotangent, jnp.float8_e5m2)
     return x8 @ w8, x8.T @ c8, c8 @ w8.T
 
 
@@ -77,7 +73,7 @@ def test_operands_and_cotangents_of_products_are_rounded(native):
     rng = np.random.default_rng(1)
     shapes = (4, 3), (5, 4), (5, 3)
     args = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-    fun = with_float8_products(lambda w, x: x @ w, PER_EXAMPLE, native=native)
+    fun = with_float8_products(lambda w, x: x @ w, native=native)
 
     @jax.jit
     def both(w, x, cotangent):
@@ -99,13 +95,13 @@ _PRODUCTS = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("spec", "dtype", "scale"),
+    ("spec", "dtype"),
     [
-        (spec, *(("bfloat16", PER_EXAMPLE) if i % 2 else ("float32", 4.0)))
+        (spec, "bfloat16" if i % 2 else "float32")
         for i, spec in enumerate(_PRODUCTS.split())
     ],
 )
-def test_native_products_are_the_same_numbers(spec, dtype, scale):
+def test_native_products_are_the_same_numbers(spec, dtype):
     """And those of the gradient; up to the order of sums."""
     rng = np.random.default_rng(2)
     sizes = dict(zip("abckmnz", (2, 3, 2, 5, 4, 6, 0), strict=True))
@@ -116,9 +112,7 @@ def test_native_products_are_the_same_numbers(spec, dtype, scale):
     ]
 
     def products(native):
-        fun = with_float8_products(
-            lambda *xs: jnp.einsum(spec, *xs), scale, native=native
-        )
+        fun = with_float8_products(lambda *xs: jnp.einsum(spec, *xs), native=native)
         y, vjp = jax.vjp(fun, *operands)
         cotangent = np.random.default_rng(3).normal(size=y.shape)
         return y, *vjp(jnp.asarray(cotangent, y.dtype))
@@ -132,15 +126,14 @@ def test_native_products_are_the_same_numbers(spec, dtype, scale):
 
 
 @pytest.mark.parametrize(
-    ("scale", "dtype", "name"),
+    ("dtype", "name"),
     [
-        (PER_EXAMPLE, "float32", "float8_e4m3fn"),
-        (PER_EXAMPLE, "bfloat16", "float8_e5m2"),
-        (4.0, "float16", "float8_e4m3fn"),
-        (2.0**32, "float32", "float8_e5m2"),
+        ("float32", "float8_e4m3fn"),
+        ("bfloat16", "float8_e5m2"),
+        ("float16", "float8_e4m3fn"),
     ],
 )
-def test_what_is_rounded_becomes_8_bits_without_another_rounding(scale, dtype, name):
+def test_what_is_rounded_becomes_8_bits_without_another_rounding(dtype, name):
     rng = np.random.default_rng(4)
     largest = float(jnp.finfo(FORMATS[name]).max)
     sizes = 2.0 ** rng.uniform(-12, 8, size=(300, 1))
@@ -153,8 +146,8 @@ def test_what_is_rounded_becomes_8_bits_without_another_rounding(scale, dtype, n
     @jax.jit
     @jax.vmap
     def both(x):
-        rounded = round_to(x, FORMATS[name], scale)
-        return rounded, *_to_float8(rounded, FORMATS[name], scale)
+        rounded = round_to(x, FORMATS[name])
+        return rounded, *_to_float8(rounded, FORMATS[name])
 
     rounded, numbers, exponents = both(np.float32(x).astype(jnp.dtype(dtype)))
     assert numbers.dtype == FORMATS[name]
@@ -166,7 +159,7 @@ def test_what_is_rounded_becomes_8_bits_without_another_rounding(scale, dtype, n
 
 @both_ways
 def test_scales_far_from_one_leave_products_in_range(native):
-    fun = jax.jit(with_float8_products(jnp.dot, PER_EXAMPLE, native=native))
+    fun = jax.jit(with_float8_products(jnp.dot, native=native))
     for size, expected in ((2.0**80, np.inf), (2.0**-60, 2.0**-120)):
         x = np.float32([size, 0.0])
         assert fun(x, x[::-1]) == 0
@@ -174,7 +167,7 @@ def test_scales_far_from_one_leave_products_in_range(native):
 
 
 def test_native_products_of_what_is_not_finite_are_not_numbers():
-    fun = with_float8_products(jnp.dot, PER_EXAMPLE, native=True)
+    fun = with_float8_products(jnp.dot, native=True)
     ones = np.ones(2, np.float32)
 
     @jax.jit
@@ -200,19 +193,6 @@ def test_recent_gpus_have_float8(monkeypatch):
         assert not is_native()
 
 
-def test_static_scales_leave_cotangents_to_the_loss_scale():
-    tiny = 2.0**-17  # half of the smallest number of float8_e5m2
-    product = with_float8_products(lambda w, x: x * 1.0 @ w, 1.0)
-    ones = np.ones((2, 2), np.float32)
-
-    @jax.jit
-    def gradient(cotangent):
-        return jax.vjp(product, ones, ones)[1](cotangent)[0]
-
-    assert not np.any(gradient(np.float32(tiny) * ones))
-    assert np.all(gradient(np.float32(4 * tiny) * ones) == 8 * tiny)
-
-
 def test_loops_branches_and_remat_are_gone_into_forward_and_back():
     def loss(w, x):
         step = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
@@ -220,7 +200,7 @@ def test_loops_branches_and_remat_are_gone_into_forward_and_back():
         return jax.lax.cond(jnp.sum(x) > 0, lambda: x @ w[0], lambda: x @ w[1]).sum()
 
     args = np.ones((3, 2, 2), np.float32), np.ones((4, 2), np.float32)
-    native = with_float8_products(loss, PER_EXAMPLE, native=True)
+    native = with_float8_products(loss, native=True)
     jaxpr = jax.make_jaxpr(jax.grad(native, (0, 1)))(*args).jaxpr
     products = {
         tuple(v.aval.dtype.name for v in eqn.invars)
@@ -229,7 +209,7 @@ def test_loops_branches_and_remat_are_gone_into_forward_and_back():
     }
     operands, cotangents = FORMATS
     assert products == {(operands, operands), (cotangents, operands)}
-    emulated = with_float8_products(loss, PER_EXAMPLE)
+    emulated = with_float8_products(loss)
     names = [x.primitive.name for x in equations(jax.make_jaxpr(emulated)(*args).jaxpr)]
     # Two operands of each product.
     assert (names.count("reduce_precision"), names.count("dot_general")) == (6, 3)
@@ -248,7 +228,7 @@ def test_scales_of_one_example_do_not_depend_on_the_others(name, native):
         return jnp.asarray(x).at[1:].multiply(2.0**20) if is_float else x
 
     larger = jax.tree.map(enlarge, batch)
-    fun = with_float8_products(model.loss, PER_EXAMPLE, native=native)
+    fun = with_float8_products(model.loss, native=native)
     norms = jax.jit(
         lambda batch: (
             dpmp.clipped_grad(fun, l2_clip_norm=1.0, return_grad_norms=True)(
@@ -260,7 +240,7 @@ def test_scales_of_one_example_do_not_depend_on_the_others(name, native):
     assert jnp.all(norms(batch)[1:] != norms(larger)[1:])
     for x in jax.tree.leaves(larger):
         if jnp.issubdtype(x.dtype, jnp.floating):
-            assert not jnp.any(round_to(x, jnp.float8_e4m3fn, PER_EXAMPLE)[0])
+            assert not jnp.any(round_to(x, jnp.float8_e4m3fn)[0])
 
 
 def test_products_of_wider_operands_are_left_alone():
@@ -293,7 +273,7 @@ def _summed(fun, method, l2_clip_norm):
 def test_book_keeping_agrees_and_has_the_same_rules(name, native):
     model = ZOO[name]
     params, batch = model.init(jnp.float32), model.make_batch(3, 6)
-    fun = with_float8_products(model.loss, PER_EXAMPLE, native=native)
+    fun = with_float8_products(model.loss, native=native)
     ours, theirs, wide = (
         _summed(f, method, 0.1)(params, batch)
         for f, method in [
@@ -322,7 +302,7 @@ def test_products_of_parameters_are_rounded_for_each_example(native):
     def loss(params, x):
         return jnp.mean((x @ (params["a"] @ params["b"])) ** 2)
 
-    fun = with_float8_products(loss, PER_EXAMPLE, native=native)
+    fun = with_float8_products(loss, native=native)
     rng = np.random.default_rng(6)
     params = {"a": rng.normal(size=(4, 3)), "b": rng.normal(size=(3, 2))}
     params = jax.tree.map(np.float32, params)
@@ -361,9 +341,3 @@ def test_the_preset_trains_and_says_if_it_is_emulated(monkeypatch, recwarn, nati
     state = trainer.fit(state, data, progress=False)
     assert state.params.dtype == jnp.float32
     assert jnp.isfinite(state.params).all()
-
-
-@pytest.mark.parametrize("scale", ["shared", 3.0, 0.0, True, 2.0**50])
-def test_other_scales_are_refused(scale):
-    with pytest.raises(ValueError, match="float8_scale must be"):
-        Policy(jnp.float32, jnp.bfloat16, float8_scale=scale)

@@ -104,8 +104,8 @@ def precision_report(
     name = policy if isinstance(policy, str) else policy.compute_dtype.name
     policy = Policy.parse(policy)
     shapes = jax.eval_shape(lambda *args: cast(args, policy), *args)
-    # Rounding to float8 rewrites the program, which loses the lines of its source.
-    plain = dataclasses.replace(policy, float8_scale=None).in_product_precision(fun)
+    # Rounding of products rewrites the program, which loses the lines of its source.
+    plain = dataclasses.replace(policy, products=None).in_product_precision(fun)
     fun_name = getattr(fun, "__name__", type(fun).__name__)
     try:
         found = _find(plain, args, shapes, differentiate)
