@@ -440,7 +440,7 @@ TABLE = {
         ("products must be a format", "products", 3.0),
         ("format must be one of", "products", "int7"),
         ("format must be one of", "products", {"w": "float32"}),
-        ("an expression in products must be valid", "products", {"(": "int8"}),
+        ("an expression in products must be a valid", "products", {"(": "int8"}),
         ("a rule must be a pair", "products", [3.0]),
         ("rounded_share must be in", "rounded_share", 0.0),
     ],

@@ -51,9 +51,8 @@ class Policy:
         for all. A product stays as it is if an operand is wider than `compute_dtype`,
         or if it is in a function with derivatives of its own. Products of "float8" run
         in 8 bits on NVIDIA GPUs from compute capability 8.9 on. Other devices and
-        formats emulate them in `compute_dtype`. Convolutions of "float8" are emulated
-        everywhere, and are not rounded in other formats. The norms and sums of
-        book-keeping are never taken in few bits.
+        formats emulate them in `compute_dtype`, and convolutions are emulated
+        everywhere. The norms and sums of book-keeping are never taken in few bits.
       rounded_share: the share of parameters whose products are rounded in a step. Which
         ones they are is drawn for every step, by bits that anyone may know. Then all
         formats are emulated.

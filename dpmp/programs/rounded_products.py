@@ -47,7 +47,7 @@ def with_rounded_products(
     """Makes `fun` compute its products with rounded operands, also in its gradient.
 
     Functions with derivatives of their own (`jax.custom_jvp`, `jax.custom_vjp`) stay as
-    they are, and so do convolutions in formats with blocks.
+    they are.
 
     Args:
       fun: a traceable function. It takes one example if scales are to depend on one.
@@ -116,25 +116,33 @@ def _is_product(eqn: Any, largest_size: int) -> bool:
 def _product(
     eqn: Any, choice: Choice, values: list[Any], native: bool | None
 ) -> list[Any]:
-    form = formats.FORMATS[choice.format]
-    is_dot = eqn.primitive.name == primitives.DOT_GENERAL
-    if form.block is not None and not is_dot:
-        return interpreter.bind(eqn, values)
-    axes = (-1, -1)
-    if is_dot:
-        contracted, _ = eqn.params["dimension_numbers"]
-        axes = tuple(own[-1] if own else -1 for own in contracted)
+    *axes, axis_of_result = _axes(eqn)
     operands = [
         _with_rounded_value(x, choice, axis)
         for x, axis in zip(values, axes, strict=True)
     ]
+    is_dot = eqn.primitive.name == primitives.DOT_GENERAL
     can_be_native = is_dot and choice.format == "float8" and choice.is_rounded is None
     if can_be_native and (float8.is_native() if native is None else native):
         result = float8.dot_general(eqn, *operands)
     else:
         (result,) = interpreter.bind(eqn, operands)
-    is_rounded = choice.is_rounded
-    return [_with_rounded_cotangent(choice.format, is_rounded, result)]
+    rounded = _with_rounded_cotangent(
+        choice.format, axis_of_result, choice.is_rounded, result
+    )
+    return [rounded]
+
+
+def _axes(eqn: Any) -> tuple[int, ...]:
+    """The axes of the operands and the result along which blocks follow each other.
+
+    In an operand, it is an axis that is contracted.
+    """
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.primitive.name != primitives.DOT_GENERAL:
+        return numbers.lhs_spec[1], numbers.rhs_spec[1], numbers.out_spec[1]
+    contracted, _ = numbers
+    return *(own[-1] if own else -1 for own in contracted), -1
 
 
 def _with_rounded_value(x: jax.Array, choice: Choice, axis: int) -> jax.Array:
@@ -148,19 +156,32 @@ def _if(is_rounded: jax.Array | None, rounded: jax.Array, x: jax.Array) -> jax.A
     return rounded if is_rounded is None else jnp.where(is_rounded > 0, rounded, x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_rounded_cotangent(format: str, is_rounded: Any, x: jax.Array) -> jax.Array:
-    del format, is_rounded
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_rounded_cotangent(
+    format: str, axis: int, is_rounded: Any, x: jax.Array
+) -> jax.Array:
+    del format, axis, is_rounded
     return x
 
 
-def _backward(format: str, is_rounded: Any, ct: jax.Array) -> tuple[Any, jax.Array]:
+def _backward(
+    format: str, axis: int, is_rounded: Any, ct: jax.Array
+) -> tuple[Any, jax.Array]:
     form = formats.FORMATS[format]
     no_gradient = None if is_rounded is None else jnp.zeros_like(is_rounded)
     if form.cotangents is None:
         return no_gradient, ct
-    rounded = formats.round_to(ct, form.cotangents, form.block, dithers=form.dithers)
+    rounded = formats.round_to(
+        ct, form.cotangents, form.block, axis, dithers=form.dithers
+    )
     return no_gradient, _if(is_rounded, rounded, ct)
 
 
-_with_rounded_cotangent.defvjp(lambda _, is_rounded, x: (x, is_rounded), _backward)
+def _forward(
+    format: str, axis: int, is_rounded: Any, x: jax.Array
+) -> tuple[jax.Array, Any]:
+    del format, axis
+    return x, is_rounded
+
+
+_with_rounded_cotangent.defvjp(_forward, _backward)

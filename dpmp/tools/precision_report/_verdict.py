@@ -100,7 +100,7 @@ def compare_policies(
 
     The numbers have no noise: use public or synthetic data only.
 
-    >>> mechanism = dpmp.DPSGD(
+    >>> mechanism = DPSGD(
     ...     num_examples=1000, expected_batch_size=100, iterations=50, l2_clip_norm=1.0
     ... ).calibrate(epsilon=8.0, delta=1e-5)
     >>> (verdict,) = compare_policies(
