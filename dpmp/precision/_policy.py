@@ -44,15 +44,16 @@ class Policy:
       products: which products of the loss have operands of few bits: the name of a
         format, for all products, or a mapping from regular expressions to formats. The
         first expression that is found in the path of a parameter counts for the
-        products that multiply by it; a product of no parameter has the path "". Rules
-        of qwix are taken too. The formats are "float8", "mxfp8", "nvfp4" and "int8";
-        with "_forward" behind them, cotangents are not rounded; "compute" is the
-        compute dtype. Each example has scales of its own, and a parameter has the same
-        for all. A product stays as it is if an operand is wider than `compute_dtype`,
-        or if it is in a function with derivatives of its own. Products of "float8" run
-        in 8 bits on NVIDIA GPUs from compute capability 8.9 on. Other devices and
-        formats emulate them in `compute_dtype`, and convolutions are emulated
-        everywhere. The norms and sums of book-keeping are never taken in few bits.
+        products that multiply by it. Other products have the path "", also those of
+        frozen arrays that the loss closes over. Rules of qwix are taken as well. The
+        formats are "float8", "mxfp8", "nvfp4" and "int8"; with "_forward" behind them,
+        cotangents are not rounded; "compute" is the compute dtype. Each example has
+        scales of its own, and a parameter has the same for all. A product stays as it
+        is if an operand is wider than `compute_dtype`, or if it is in a function with
+        derivatives of its own. Products of "float8" run in 8 bits on NVIDIA GPUs from
+        compute capability 8.9 on. Other devices and formats emulate them in
+        `compute_dtype`, and convolutions are emulated everywhere. The norms and sums of
+        book-keeping are never taken in few bits.
       rounded_share: the share of parameters whose products are rounded in a step. Which
         ones they are is drawn for every step, by bits that anyone may know. Then all
         formats are emulated.

@@ -19,6 +19,7 @@ BITCAST = "bitcast_convert_type"
 BROADCAST = "broadcast_in_dim"
 CAST = "convert_element_type"
 COMPLEX = "complex"
+CONCATENATE = "concatenate"
 COPY = "copy"
 CUMSUM = "cumsum"
 DYNAMIC_SLICE = "dynamic_slice"
@@ -31,6 +32,7 @@ REDUCE_SUM = "reduce_sum"
 RESHAPE = "reshape"
 REV = "rev"
 SCATTER = "scatter"  # other scatters begin with this name
+SELECT = "select_n"
 SLICE = "slice"
 SPLIT = "split"
 SQUEEZE = "squeeze"
@@ -62,7 +64,7 @@ CHECK = "check"  # of checkify, on the host too
 REFERENCE = "new_ref"
 
 # Arithmetic on indices, which tracing evaluates where the numbers are known.
-OF_INDICES = (ADD, SUB, MUL, "lt", "ge", "select_n", CAST)
+OF_INDICES = (ADD, SUB, MUL, "lt", "ge", SELECT, CAST)
 
 # Operations that return their operands, and those that change the dtype at most.
 IDENTITIES = ("copy_p", "device_put", "name", OPTIMIZATION_BARRIER, "reshard")
@@ -71,8 +73,8 @@ IDENTITIES += (SHARDING_CONSTRAINT,)
 SAME_ENTRIES = (CAST, COPY, REDUCE_PRECISION, *IDENTITIES)
 
 # Operations that move entries without changing them.
-MOVES = (BROADCAST, "concatenate", COPY, "copy_p", DYNAMIC_SLICE, "expand_dims", GATHER)
-MOVES += (OPTIMIZATION_BARRIER, "pad", RESHAPE, REV, "select_n", SLICE, SPLIT, SQUEEZE)
+MOVES = (BROADCAST, CONCATENATE, COPY, "copy_p", DYNAMIC_SLICE, "expand_dims", GATHER)
+MOVES += (OPTIMIZATION_BARRIER, "pad", RESHAPE, REV, SELECT, SLICE, SPLIT, SQUEEZE)
 MOVES += (STOP_GRADIENT, TRANSPOSE, UNSTACK)
 
 # Operations that are as good in the dtype of their operands as in a wider one: they

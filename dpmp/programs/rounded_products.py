@@ -20,11 +20,9 @@ from dpmp.programs import bodies, float8, formats, interpreter, primitives
 # For each value, the number of the parameter that it is a view of, or None.
 Origins: TypeAlias = Sequence[int | None]
 
-_FOLLOWED = {*primitives.MOVES, *primitives.SAME_ENTRIES} - {
-    primitives.GATHER,  # an embedding is data
-    "select_n",
-    "concatenate",
-}
+# A view of a parameter has its entries alone. The rows of an embedding are data.
+_MIXED = {primitives.CONCATENATE, primitives.GATHER, primitives.SELECT}
+_FOLLOWED = {*primitives.MOVES, *primitives.SAME_ENTRIES} - _MIXED
 
 
 class Choice(NamedTuple):
@@ -64,10 +62,9 @@ def with_rounded_products(
         known = dict(zip(closed.jaxpr.invars, origins, strict=True))
 
         def origins_of(atoms: Sequence[Any]) -> Origins:
-            is_known = [x is not None and not interpreter.is_literal(x) for x in atoms]
             return [
-                known.get(x) if is_variable else None
-                for x, is_variable in zip(atoms, is_known, strict=True)
+                None if x is None or interpreter.is_literal(x) else known.get(x)
+                for x in atoms
             ]
 
         def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
@@ -84,10 +81,8 @@ def with_rounded_products(
             inner = {tuple(origins_of(x.invars)) for x in programs}
 
             def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
-                unknown = (None,) * len(body.jaxpr.invars)
-                return run(
-                    next(iter(inner)) if len(inner) == 1 else unknown, body, values
-                )
+                (origins,) = inner if len(inner) == 1 else [(None,) * len(values)]
+                return run(origins, body, values)
 
             return bodies.bind_bodies(eqn, values, run_body)
 
