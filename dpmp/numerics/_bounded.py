@@ -76,15 +76,17 @@ These cases are covered too:
 
    the sum changes by at most `l2_clip_norm`.
 
-Matrix units. Those of GPUs add k products to a float32 number at once: they align all
-k + 1 terms to the largest of their exponents, cut off the bits that are smaller than
-2^-23 times that power of two, and cut the sum off to float32. So u is 2^-23 there: in a
-sum of n products, the error is at most n u S, where S is the sum of magnitudes. To see
-this, let 2^e be the power of two. All partial sums are at most S, because magnitudes
-only shrink. The largest term loses nothing, so that the terms lose less than k u 2^e <=
-k u S. If the sum is below 2^(e + 1), it needs no other cut. Otherwise S >= 2^(e + 1),
-so that the terms lose less than (k / 2) u S, and the cut of the sum less than u S:
-together at most k u S, because k >= 2. Units that keep more bits have less error.
+Matrix units. Those of GPUs add k >= 2 products to a float32 number in one step: they
+align all k + 1 terms to the largest of their exponents, cut off (towards zero) the bits
+that are smaller than 2^-23 times that power of two, and cut the sum off to float32. So
+u is 2^-23 there: in a sum of n products, the error is at most n u S, where S is the sum
+of magnitudes. To see this, let 2^e be the power of two. All partial sums are at most S,
+because magnitudes only shrink. The largest term loses nothing, so that the terms lose
+less than k u 2^e <= k u S. If the sum is below 2^(e + 1), it needs no other cut.
+Otherwise S >= 2^(e + 1), so that the terms lose less than (k / 2) u S, and the cut of
+the sum less than u S: together at most k u S. If the last step has one product only, it
+may lose u S / 2 more; the first step, which adds to zero, loses so much less. Units
+that keep more bits have less error.
 
 Underflow. Products below 2^-126 may be flushed to zero. So `_SMALLEST_NORMAL` for each
 product is added to V and to A^2. `FLOOR` for each entry is added to |l_t|^2 and

@@ -17,13 +17,16 @@ References:
   Dettmers et al.: 8-bit optimizers via block-wise quantization, 2022.
 """
 
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from dpmp import _validate
+from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
 from dpmp.programs import formats
 
@@ -89,48 +92,82 @@ def in_8_bits(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: PyTree) -> EightBitState:
-        state, step = inner.init(params), jnp.zeros((), jnp.int32)
-        names = {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+        names: list[str] = []
+        step = jnp.zeros((), jnp.int32)
+        rounded = functools.partial(_rounded, step=step, found=names)
+        state = _meshes.on_automatic_axes(rounded, _specs)(inner.init(params))
         _validate.require(
-            not names.isdisjoint(_AVERAGES),
+            not set(names).isdisjoint(_AVERAGES),
             "the optimizer must keep averages. Use it without in_8_bits, or use "
             "optax.adam or momentum.",
-            arrays=sorted(x for x in names if x),
+            fields=sorted({x for x in names if x}),
         )
-        return EightBitState(_rounded(state, step), step)
+        return EightBitState(state, step)
 
     def update(
         updates: PyTree, state: EightBitState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, EightBitState]:
         wide = jax.tree.map(
-            lambda x: _widened(x) if isinstance(x, EightBits) else x,
+            lambda x: _widened(x) if _is_narrow(x) else x,
             state.inner,
-            is_leaf=lambda x: isinstance(x, EightBits),
+            is_leaf=_is_narrow,
         )
         updates, new = inner.update(updates, wide, params, **extra)
-        return updates, EightBitState(_rounded(new, state.step), state.step + 1)
+        return updates, EightBitState(_rounded(new, state.step, []), state.step + 1)
 
     # The cast is for the type checker, to which any state is an OptState.
     return optax.GradientTransformationExtraArgs(init, cast("Any", update))
 
 
-def _name(path: Any) -> str:
-    """The name of the average that an array of a state belongs to, or ""."""
-    names = [getattr(key, "name", "") for key in path]
-    return next((x for x in names if x in _AVERAGES), names[-1] if names else "")
+def _map_averages(
+    function: Callable[[PyTree], PyTree], state: PyTree, found: list[str]
+) -> PyTree:
+    """Applies a function to the averages of a state; notes the names of all fields.
+
+    States of optax are named tuples, in tuples and dictionaries. Trees of parameters
+    have fields of their own.
+    """
+    if isinstance(state, dict):
+        return {k: _map_averages(function, x, found) for k, x in state.items()}
+    if not isinstance(state, tuple | list) or isinstance(state, EightBits):
+        return state
+    names = getattr(state, "_fields", [""] * len(state))
+    found.extend(names)
+    parts = [
+        function(x) if name in _AVERAGES else _map_averages(function, x, found)
+        for name, x in zip(names, state, strict=True)
+    ]
+    return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
 
 
-def _rounded(state: PyTree, step: jax.Array) -> PyTree:
+def _rounded(state: PyTree, step: jax.Array, found: list[str]) -> PyTree:
     """Stores the averages of a state in 8 bits."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     # Anyone may know these random bits, because the averages have been released.
     key = jax.random.fold_in(jax.random.key(0), step)
-    return treedef.unflatten(
-        _to_eight_bits(x, jax.random.fold_in(key, i))
-        if _name(path) in _AVERAGES and _is_large(x)
-        else x
-        for i, (path, x) in enumerate(leaves)
-    )
+    numbers = itertools.count()
+
+    def rounded(x: jax.Array) -> jax.Array | EightBits:
+        own_key = jax.random.fold_in(key, next(numbers))
+        return _to_eight_bits(x, own_key) if _is_large(x) else x
+
+    return _map_averages(lambda tree: jax.tree.map(rounded, tree), state, found)
+
+
+def _specs(specs: Any, output: Any) -> list[jax.P]:
+    """Partition specs: codes are sharded like the averages, and sizes are too."""
+    found: list[jax.P] = []
+    arrays = jax.tree.leaves(output, is_leaf=_is_narrow)
+    given = jax.tree.leaves(specs[0], is_leaf=lambda x: isinstance(x, jax.P))
+    for array, spec in zip(arrays, given, strict=True):
+        found.append(spec)
+        if _is_narrow(array):
+            has_rows = array.sizes.ndim == array.codes.ndim
+            found.append(jax.P(*spec[: array.codes.ndim - 1]) if has_rows else jax.P())
+    return found
+
+
+def _is_narrow(x: Any) -> bool:
+    return isinstance(x, EightBits)
 
 
 def _is_large(x: Any) -> bool:
@@ -147,7 +184,8 @@ def _to_eight_bits(x: jax.Array, key: jax.Array) -> EightBits:
     below = jnp.floor(jnp.sqrt(shares) * _LARGEST)
     low, high = jnp.square(below / _LARGEST), jnp.square((below + 1) / _LARGEST)
     chance = (shares - low) / (high - low)
-    random = jax.random.bits(key, rows.shape, jnp.uint8).astype(jnp.float32) / 256
+    bits = jax.random.bits(key, rows.shape, jnp.uint16)
+    random = (bits.astype(jnp.float32) + 0.5) / 2**16
     codes = jnp.where(random < chance, below + 1, below)
     codes = jnp.clip(codes, jnp.where(shares > 0, 1, 0), _LARGEST)
     codes = (jnp.sign(rows) * codes).astype(jnp.int8)

@@ -48,15 +48,13 @@ class Policy:
         frozen arrays that the loss closes over. Rules of qwix are taken as well. The
         formats are "float8", "mxfp8", "nvfp4" and "int8"; with "_forward" behind them,
         cotangents are not rounded; "compute" is the compute dtype. Each example has
-        scales of its own, and a parameter has the same for all. A product stays as it
-        is if an operand is wider than `compute_dtype`, or if it is in a function with
-        derivatives of its own. Products of "float8" run in 8 bits on NVIDIA GPUs from
-        compute capability 8.9 on. Other devices and formats emulate them in
-        `compute_dtype`, and convolutions are emulated everywhere. The norms and sums of
-        book-keeping are never taken in few bits.
-      rounded_share: the share of parameters whose products are rounded in a step. Which
-        ones they are is drawn for every step, by bits that anyone may know. Then all
-        formats are emulated.
+        scales of its own. A product stays as it is if an operand is wider than
+        `compute_dtype`, or if it is in a function with derivatives of its own. Dot
+        products of "float8" run in 8 bits on NVIDIA GPUs from compute capability 8.9
+        on; all others are emulated in `compute_dtype`. The norms and sums of book-
+        keeping are never taken in few bits.
+      rounded_share: the probability that the products of a parameter are rounded in a
+        step. Anyone may know which ones are. Below 1, all formats are emulated.
       stochastic_rounding: whether parameters are stored in bfloat16, without float32
         masters. Updates are added in float32, and the sum is rounded up or down at
         random, so that small updates count on average. This saves 4 bytes per entry: 2
@@ -177,10 +175,11 @@ class Policy:
         return _stochastic_rounding.round_like(sums, params, prng_key)
 
     @property
-    def is_native(self) -> bool:
-        """Whether this device takes all rounded products in few bits."""
+    def is_emulated(self) -> bool:
+        """Whether this device takes rounded products in a wider dtype."""
         forms = {form for _, form in self.products} - {_rules.UNROUNDED}
-        return forms <= {"float8"} and self.rounded_share == 1 and float8.is_native()
+        can_be_native = forms == {"float8"} and self.rounded_share == 1
+        return bool(forms) and not (can_be_native and float8.is_native())
 
     def draw_rounded(self, step: jax.Array, params: PyTree) -> jax.Array | None:
         """Draws which parameters have rounded products in a step; None for all.

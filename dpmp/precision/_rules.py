@@ -1,5 +1,6 @@
 """Rules that say which products of a loss are rounded, and to which format."""
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -16,7 +17,18 @@ Rules: TypeAlias = tuple[tuple[str, str], ...]
 UNROUNDED = "compute"
 
 _OF_QWIX = {jnp.dtype(jnp.int8): "int8", jnp.dtype(jnp.float8_e4m3fn): "float8"}
-_NAMED_BY_QWIX = ("int8", "mxfp8", "nvfp4")
+
+# Other fields of qwix's rules, with the values that change nothing.
+_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "op_names": ((),),
+    "tile_size": (),
+    "weight_calibration_method": ("absmax",),
+    "act_calibration_method": ("absmax",),
+    "bwd_calibration_method": ("absmax",),
+    "bwd_weight_grad_tile_size": (),
+    "disable_channelwise_axes": (False,),
+    "additional_qt_config": ({},),
+}
 
 
 def parse(products: Any) -> Rules:
@@ -78,52 +90,57 @@ def check_found(rules: Rules, paths: Sequence[str]) -> None:
 
 
 def _of_qwix(rule: Any) -> tuple[str, str]:
-    """Translates a rule of qwix, whose expression is for the path of a module."""
-    given = {
-        name: getattr(rule, name, None)
-        for name in ("module_path", "weight_qtype", "act_qtype", "bwd_qtype")
-    }
+    """Translates a rule of qwix, whose expression is for the whole path of a module."""
+    module_path = getattr(rule, "module_path", None)
     _validate.require(
-        isinstance(given["module_path"], str),
+        isinstance(module_path, str),
         "a rule must be a pair of an expression and a format, or a rule of qwix. Use "
         '{"mlp": "int8"}.',
         type=type(rule).__name__,
     )
-    static = {
-        name: value
-        for name in ("act_static_scale", "op_names", "act_calibration_method")
-        if (value := getattr(rule, name, None))
-    }
     _validate.require(
-        not static,
+        not getattr(rule, "act_static_scale", None),
         "scales of activations must be computed from the example itself: a scale that "
         "remembers or shares other examples would let one of them change the gradients "
-        "of all others. Leave these fields out",
-        **static,
-        fix="dpmp computes a scale for each example, and rounds products only.",
+        "of all others. Leave act_static_scale out.",
+        act_static_scale=True,
     )
-    path = f"^(?:{given.pop('module_path')})(?:/|$)"
-    names = {name: _name(x) for name, x in given.items()}
-    forward = names["weight_qtype"]
-    is_forward = names["bwd_qtype"] == UNROUNDED
+    others = {
+        name: value
+        for name, accepted in _ACCEPTED.items()
+        if (value := getattr(rule, name, None)) not in (None, *accepted)
+    }
     _validate.require(
-        forward == names["act_qtype"] and names["bwd_qtype"] in (forward, UNROUNDED),
+        not others,
+        "rules of qwix must leave scales, blocks and operations to the format. Leave "
+        "these fields out.",
+        **others,
+    )
+    qtypes = {
+        name: getattr(rule, f"{name}_qtype", None) for name in ("weight", "act", "bwd")
+    }
+    weight, act, bwd = map(_name, qtypes.values())
+    _validate.require(
+        weight == act and bwd in (weight, UNROUNDED),
         "weights, activations and cotangents must have one format, or cotangents none. "
         "Give the same qtype for them.",
-        **given,
+        **qtypes,
     )
-    if forward == UNROUNDED:
-        return path, UNROUNDED
-    return path, f"{forward}_forward" if is_forward else forward
+    # Linen's variables are in a collection, and NNX's arrays in variables.
+    path = f"^(?:params/)?(?:{module_path})(?:/[^/]+){{1,2}}$"
+    is_forward = bwd == UNROUNDED != weight
+    return path, f"{weight}_forward" if is_forward else weight
 
 
 def _name(qtype: Any) -> str:
     """The format for a quantised dtype of qwix."""
     if qtype is None:
         return UNROUNDED
-    if isinstance(qtype, str) and qtype in _NAMED_BY_QWIX:
+    if isinstance(qtype, str) and qtype in ("mxfp8", "nvfp4"):
         return qtype
-    name = _OF_QWIX.get(jnp.dtype(qtype)) if not isinstance(qtype, str) else None
+    name = None
+    with contextlib.suppress(TypeError):
+        name = _OF_QWIX.get(jnp.dtype(qtype))
     _validate.require(
         name is not None,
         "dpmp must have the format. Use int8, float8_e4m3fn, mxfp8 or nvfp4.",

@@ -166,16 +166,46 @@ def bind_bodies(eqn: Any, values: Sequence[Any], run_body: RunBody) -> list[Any]
     if eqn.primitive.name == primitives.SCAN and _stacks_anything_twice(eqn):
         return _stack_once(eqn, values, run_body)
 
+    has_constants = []
+
     def rewritten(body: Any) -> Any:
         is_closed = isinstance(body, jax.extend.core.ClosedJaxpr)
         closed = body if is_closed else jax.extend.core.ClosedJaxpr(body, ())
         new = jax.make_jaxpr(lambda *xs: run_body(closed, xs))(*closed.in_avals)
-        if new.consts:  # the equation cannot hold constants
-            return body
+        has_constants.extend(new.consts)
         return new if is_closed else new.jaxpr
 
     bodies = {name: eqn.params[name] for name in primitives.BODIES[eqn.primitive.name]}
-    return bind(eqn, values, **jax.tree.map(rewritten, bodies))
+    new_bodies = jax.tree.map(rewritten, bodies)
+    if has_constants:  # which the equation cannot hold
+        return _written_again(eqn, values, run_body)
+    return bind(eqn, values, **new_bodies)
+
+
+def _written_again(eqn: Any, values: Sequence[Any], run_body: RunBody) -> list[Any]:
+    """Evaluates a loop or a branch whose new bodies close over arrays."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == primitives.SCAN:
+        return _stack_once(eqn, values, run_body)
+    if (found := as_rematerialised(eqn)) is not None:
+        body, wrap = found
+        return wrap(lambda *xs: run_body(body, xs))(*values)
+    if name == primitives.WHILE:
+        ends = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        of_cond, of_body = values[: ends[0]], values[ends[0] : ends[1]]
+        return jax.lax.while_loop(
+            lambda carry: run_body(params["cond_jaxpr"], [*of_cond, *carry])[0],
+            lambda carry: run_body(params["body_jaxpr"], [*of_body, *carry]),
+            [*values[ends[1] :]],
+        )
+    if params.get("branches_platforms"):  # a platform cannot compile other branches
+        return bind(eqn, values)
+
+    def as_function(branch: Any) -> Callable[..., list[Any]]:
+        return lambda *xs: run_body(branch, xs)
+
+    branches = list(map(as_function, params["branches"]))
+    return jax.lax.switch(values[0], branches, *values[1:])
 
 
 def _stacks_anything_twice(eqn: Any) -> bool:

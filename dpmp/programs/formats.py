@@ -2,10 +2,10 @@
 
 A rounded array keeps its dtype, and has the numbers of the format times a *scale*: one
 for the whole array, or one for each block of entries that follow each other along an
-axis. The scale is computed from the array itself. So in the loss of one example, it
-depends on that example alone (and on parameters, which are public). In other libraries,
-scales often come from a history of largest entries, which would let one example
-influence all others.
+axis. (In 16 bits, some of these products are rounded once more.) The scale is computed
+from the array itself. So in the loss of one example, it depends on that example alone
+(and on parameters, which are public). In other libraries, scales often come from a
+history of largest entries, which would let one example influence all others.
 
 References:
   Micikevicius et al.: FP8 formats for deep learning, 2022.
@@ -80,7 +80,7 @@ def largest_of_blocks(x: jax.Array, block: int | None) -> jax.Array:
         return jnp.max(jnp.abs(x), initial=0.0)
     missing = -x.shape[-1] % block
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    blocks = padded.reshape(*x.shape[:-1], -1, block)
+    blocks = padded.reshape(*x.shape[:-1], padded.shape[-1] // block, block)
     return jnp.max(jnp.abs(blocks), axis=-1, initial=0.0)
 
 
@@ -94,7 +94,9 @@ def spread(sizes: jax.Array, like: jax.Array, block: int | None) -> jax.Array:
 def _rounded(x: jax.Array, sizes: jax.Array, dtype: Any, chance: Any) -> jax.Array:
     is_usable = (sizes > 0) & jnp.isfinite(sizes)
     if dtype == jnp.int8:
-        unit = jnp.where(is_usable, sizes / 127, 1.0)
+        unit = sizes / 127
+        smallest = float(jnp.finfo(jnp.float32).smallest_normal)
+        unit = jnp.where(is_usable & (unit >= smallest), unit, 1.0)
         return jnp.clip(_to_integer(x / unit, chance), -127, 127) * unit
     if dtype == jnp.float4_e2m1fn:
         units = jnp.where(is_usable, sizes / float(jnp.finfo(dtype).max), 0.0)
@@ -102,8 +104,8 @@ def _rounded(x: jax.Array, sizes: jax.Array, dtype: Any, chance: Any) -> jax.Arr
         scaled = units * float8.power_of_two(power)
         units = _to_grid(scaled, jnp.finfo(float8.OPERANDS))
         units = units * float8.power_of_two(-power)
-        units = jnp.where(units > 0, units, 1.0)
-        return _to_grid(x / units, jnp.finfo(dtype), chance) * units
+        divisors = jnp.where(units > 0, units, 1.0)
+        return _to_grid(x / divisors, jnp.finfo(dtype), chance) * units
     exponent = float8.exponent_of(sizes, dtype)
     numbers = _to_grid(x * float8.power_of_two(exponent), jnp.finfo(dtype), chance)
     return numbers * float8.power_of_two(-exponent)

@@ -52,11 +52,12 @@ def with_rounded_products(
       choose: returns what happens to a product, given the number of the parameter (a
         leaf of the first argument) that it multiplies by, or None if it multiplies by
         none. It returns None to leave the product as it is.
-      widest: a product with an operand of a wider dtype stays as it is.
+      widest: a product with an operand of a wider dtype stays as it is, and so does one
+        of float64.
       native: whether the device computes dot products with 8-bit numbers; None asks
         `float8.is_native`. Only the format "float8" is ever taken in 8 bits.
     """
-    largest_size = jnp.dtype(widest).itemsize
+    largest_size = min(jnp.dtype(widest).itemsize, 4)
 
     def run(origins: Origins, closed: Any, values: Sequence[Any]) -> list[Any]:
         known = dict(zip(closed.jaxpr.invars, origins, strict=True))
@@ -75,14 +76,15 @@ def with_rounded_products(
                 choice = choose(own[-1] if own else None)
                 if choice is not None:
                     return _product(eqn, choice, values, native)
-            # The programs of a while loop take different operands. They are not
-            # followed, because parameters are not multiplied by there.
-            programs = bodies.sub_programs(eqn)
-            inner = {tuple(origins_of(x.invars)) for x in programs}
+            inner = {
+                id(x.jaxpr): origins_of(x.invars) for x in bodies.sub_programs(eqn)
+            }
 
             def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
-                (origins,) = inner if len(inner) == 1 else [(None,) * len(values)]
-                return run(origins, body, values)
+                # The body of a scan may have been traced again.
+                unknown = [None] * len(values)
+                only = next(iter(inner.values())) if len(inner) == 1 else unknown
+                return run(inner.get(id(body.jaxpr), only), body, values)
 
             return bodies.bind_bodies(eqn, values, run_body)
 

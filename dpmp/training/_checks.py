@@ -55,10 +55,10 @@ def check_types(
 
 def warn_of_policy(policy: Policy, loss_scale: Any) -> None:
     """Warns of a policy that is slow on this device or that trains little."""
-    if policy.products and not policy.is_native:
+    if policy.is_emulated:
         warn(
-            "products of few bits are emulated on this device: they are rounded as on "
-            "a device that has them, but slower."
+            "products of few bits are emulated on this device: operands and cotangents "
+            "are rounded, and multiplied in a wider dtype, which is slower."
         )
     if loss_scale is None and policy.compute_dtype == jnp.float16:
         warn(

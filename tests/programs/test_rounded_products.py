@@ -57,6 +57,24 @@ def test_numbers_of_nvfp4_are_those_of_the_format():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_of_any_size_and_no_numbers_can_be_rounded(name):
+    form = FORMATS[name]
+    for x in (np.zeros((0, 5)), np.float32(2.5), np.zeros((2, 200))):
+        found = _rounded(np.float32(x), form.operands, form.block)
+        assert found.shape == np.shape(x)
+    sizes = np.float32([1e-38, 3e-37, 1e-20, 1.0, 1e20, 3e38])[:, None]
+    x = sizes * np.linspace(-1, 1, 128, dtype=np.float32)
+    assert np.all(np.isfinite(_rounded(x, form.operands, form.block)))
+    # A power of two in front changes nothing.
+    x = np.concatenate([np.ones(128), 1e-7 * np.ones(128)]).astype(np.float32)
+    for factor in (2.0**12, 2.0**24):
+        rounded, again = (
+            _rounded(y, form.operands, form.block) for y in (x, np.float32(factor) * x)
+        )
+        np.testing.assert_array_equal(again, np.float32(factor) * rounded)
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "int8"])
 def test_dithered_cotangents_keep_their_mean(name):
     form = FORMATS[name]
@@ -139,12 +157,41 @@ def test_parameters_are_followed_into_loops_and_branches():
     def branched(params, x):
         return jax.lax.cond(x[0, 0] > -1e9, lambda: _stacked(params, x), lambda: 0.0)
 
-    for loss in (_stacked, branched):
+    def called(params, x):
+        def body(x, w):
+            return jax.jit(jnp.dot)(x, w), None
+
+        x, _ = jax.lax.scan(body, x, params["a"]["w"])
+        return jnp.sum(x @ params["b"]["w"])
+
+    for loss in (_stacked, branched, called):
         plain, only_a, both, only_b = (
             _under(rules, loss, params)[0]
             for rules in (None, {"a": "nvfp4"}, "nvfp4", {"b": "nvfp4"})
         )
         assert len({float(x) for x in (plain, only_a, both, only_b)}) == 4
+        # What is drawn gets into the bodies as well.
+        for drawn, expected in (([1, 1, 1], both), ([0, 0, 0], plain)):
+            found, _ = _under("nvfp4", loss, params, is_rounded=jnp.float32(drawn))
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_parameters_are_followed_into_while_loops():
+    def loss(params, x):
+        def body(state):
+            i, x = state
+            return i + 1, jnp.tanh(x @ params["a"]["w"][:, :5].T)
+
+        return jnp.sum(jax.lax.while_loop(lambda s: s[0] < 2, body, (0, x))[1])
+
+    def value(rules, is_rounded=None):
+        policy = Policy(jnp.float32, jnp.float32, products=rules)
+        fun = policy.in_product_precision(loss, is_rounded)
+        return float(jax.jit(fun)(_PARAMS, _X[:, :5]))
+
+    assert value(None) == value({"b": "nvfp4"}) != value({"a": "nvfp4"})
+    assert value("nvfp4", jnp.zeros(3)) == value(None)
+    assert value("nvfp4", jnp.ones(3)) == value("nvfp4")
 
 
 def test_expressions_that_are_not_found_are_refused():
@@ -173,13 +220,17 @@ def test_rules_of_qwix_are_taken(given, expected):
     form = None if expected == "compute" else expected
     assert _rules.format_of(rules, "layers/3/mlp/kernel") == form
     assert _rules.format_of(rules, "layers/3/mlp2/kernel") is None
+    assert _rules.format_of(rules, "params/layers/3/mlp/kernel") == form
     assert _rules.format_of(rules, "encoder/layers/3/mlp/kernel") is None
+    assert _rules.format_of(rules, "layers/3/mlp/up/lora/kernel") is None
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"act_static_scale": True}, "remembers or shares other examples"),
+        ({"tile_size": 32}, "must leave scales, blocks and operations"),
+        ({"act_qtype": "unknown"}, "must have the format"),
         ({"act_qtype": None}, "must have one format"),
         ({"weight_qtype": "int4", "act_qtype": "int4"}, "must have the format"),
     ],

@@ -113,7 +113,7 @@ def test_a_loss_that_clashes_with_some_paths_has_a_verdict():
     ("options", "message"),
     [
         ({"mechanism": _MECHANISM.without_privacy()}, "must be private"),
-        ({"policies": "float8"}, "must be a list of policies"),
+        ({"policies": "float8"}, "policies must be a list"),
         ({"policies": ["float9"]}, "policy"),
     ],
 )

@@ -39,6 +39,8 @@ _ALONG, _ASIDE = 0.05, 0.3
 _TRIED = 1, 3, 10
 _NUM_CANDIDATES = 32
 
+_SLOW = 1.2  # one measurement tells no smaller difference
+
 _FLOAT32 = Policy.from_name("float32")
 _PRESETS = "tf32", "mixed_bfloat16", "mixed_float16", "float8"
 
@@ -77,7 +79,7 @@ class Verdict:
             f"{self.aside:.1%} aside. The errors of all steps are at most "
             f"{self.error:.2g} of their noise."
         )
-        if self.time_ratio > 1:
+        if self.time_ratio > _SLOW:
             text += (
                 f" On this device, it takes {self.time_ratio:.1f} times as long as "
                 "float32."
@@ -114,10 +116,13 @@ def compare_policies(
     True
 
     Args:
-      fun: the loss of one example, which gets it as a batch of one, as for `DPTrainer`.
-      *args: the parameters, and a batch: arrays with an axis of examples, 32 or more.
+      fun: the loss of one example, which gets it as a batch of one, as for `DPTrainer`
+        without a key.
+      *args: the parameters, and a batch: arrays with an axis of examples. 32 of them or
+        more tell enough.
       mechanism: a calibrated run, with its clip norm, noise and number of steps.
-      policies: policies or names of presets.
+      policies: a list of policies or names of presets. Of a policy with a
+        `rounded_share`, all products are rounded.
       loss_scale: the factor of the loss, a power of two, where a policy computes in
         float16.
 
@@ -129,17 +134,16 @@ def compare_policies(
         by `clipped_grad` and `Policy.from_name`.
     """
     _validate.function(fun=fun)
-    check_num_args(args, (0,))
+    check_num_args(args, (0, 1))
+    fix = "Use dpmp.DPSGD(...).calibrate(...)."
+    _validate.instance(DPSGD, fix, mechanism=mechanism)
     _validate.require(
         mechanism.is_private,
         "the mechanism must be private. Use mechanism.calibrate(epsilon=, delta=).",
         noise_multiplier=mechanism.noise_multiplier,
     )
-    _validate.require(
-        not isinstance(policies, str),
-        'policies must be a list of policies or names. Use ["mixed_bfloat16"].',
-        policies=policies,
-    )
+    fix = 'Use ["mixed_bfloat16"], for example.'
+    policies = _validate.instance((list, tuple), fix, policies=policies)
     args = as_device_dtypes(args)
     first = mechanism.initial_clip_norm
     mechanism = dataclasses.replace(
@@ -154,7 +158,7 @@ def compare_policies(
 
 def _verdict(trials: "_Trials", given: str | Policy) -> Verdict:
     policy = Policy.parse(given)
-    name = given if isinstance(given, str) else policy.compute_dtype.name
+    name = given if isinstance(given, str) else _name_of(policy)
     first = verdict = trials.of(policy, name)
     if verdict.is_safe:
         return verdict
@@ -167,6 +171,12 @@ def _verdict(trials: "_Trials", given: str | Policy) -> Verdict:
         if verdict.is_safe:
             return verdict
     return first
+
+
+def _name_of(policy: Policy) -> str:
+    formats = dict.fromkeys(form for _, form in policy.products)
+    with_products = f" with products in {', '.join(formats)}" if formats else ""
+    return policy.compute_dtype.name + with_products
 
 
 class _Sum(NamedTuple):
