@@ -83,6 +83,7 @@ def measured() -> list[Passage]:
         *_next_to_other_libraries(),
         *_spam_filters(),
         *_fine_tuning_on_emails(),
+        _noise_on_emails(),
         *_default_choices(),
         *_accuracy_by_noise(),
         _packed_bases(),
@@ -205,6 +206,18 @@ def _fine_tuning_on_emails() -> list[Passage]:
     text = f"fell from {before[0]:.3f} to {listed[0]} nats per token (three seeds). "
     text += f"Without privacy, the same steps give {listed[1]}."
     return [Passage("docs/finetune_llm.md", text)]
+
+
+def _noise_on_emails() -> Passage:
+    losses = {
+        x["noise"]: x["nats_per_token"]
+        for x in read("emails", "settings", "noise")
+        if x["settings"]["steps"] == 30
+    }
+    independent, least = losses["independent"], losses["least"]
+    text = f"falls from {independent['before']:.3f} to {independent['private']:.3f}"
+    text += " nats per token with Poisson sampling, and to"
+    return Passage("docs/less_noise.md", f"{text} {least['private']:.3f} with the")
 
 
 def _packed_bases() -> Passage:
