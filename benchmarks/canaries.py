@@ -6,6 +6,7 @@ them). A line has the lower bounds on epsilon of many audits, over the claim, an
 many of them are above it: at confidence 95 %, at most 5 % may be.
 
     python -m benchmarks.canaries                 # half an hour on two cores
+    python -m benchmarks.canaries --seeds 100     # two hours
 """
 
 from typing import Annotated

@@ -84,6 +84,7 @@ def measured() -> list[Passage]:
         *_spam_filters(),
         *_fine_tuning_on_emails(),
         _noise_on_emails(),
+        _audits(),
         *_default_choices(),
         *_accuracy_by_noise(),
         _packed_bases(),
@@ -206,6 +207,15 @@ def _fine_tuning_on_emails() -> list[Passage]:
     text = f"fell from {before[0]:.3f} to {listed[0]} nats per token (three seeds). "
     text += f"Without privacy, the same steps give {listed[1]}."
     return [Passage("docs/finetune_llm.md", text)]
+
+
+def _audits() -> Passage:
+    lines = read("canaries", "way", "epsilon")
+    means = [x["shares"]["mean"] for x in lines]
+    number, above = (sum(x[key] for x in lines) for key in ("seeds", "above"))
+    text = f"In {number:,} audits, {above or 'no'} bound was above the claim, and the "
+    text += f"mean bound was {min(means):.2f} to {max(means):.2f} of it"
+    return Passage("docs/audit.md", text)
 
 
 def _noise_on_emails() -> Passage:
