@@ -85,6 +85,7 @@ def measured() -> list[Passage]:
         *_fine_tuning_on_emails(),
         _noise_on_emails(),
         _audits(),
+        _verdicts(),
         *_default_choices(),
         *_accuracy_by_noise(),
         _packed_bases(),
@@ -216,6 +217,13 @@ def _audits() -> Passage:
     text = f"In {number:,} audits, {above or 'no'} bound was above the claim, and the "
     text += f"mean bound was {min(means):.2f} to {max(means):.2f} of it"
     return Passage("docs/audit.md", text)
+
+
+def _verdicts() -> Passage:
+    lines = read("verdicts", "task")
+    right = sum(x["safe"] == x["same_loss"] for x in lines)
+    text = f"the verdict is right for {right} of {len(lines)} tasks"
+    return Passage("docs/precision.md", text)
 
 
 def _noise_on_emails() -> Passage:
