@@ -2,9 +2,9 @@
 
 DPQuant (Gao et al., 2025) found that quantised training loses much more accuracy with
 DP-SGD than without, and that it helps to round other layers in each step. Here, the two
-tasks of `accuracy_tasks.py` are trained with products in formats of few bits, all of
-them or another half of the parameters in each step, at two epsilons and without
-privacy. Seeds, data and optimizer are those of `accuracy_by_precision.py`.
+tasks of `accuracy_tasks.py` are trained with products in formats of few bits, of all
+parameters, or of those for which a coin in each step says so, at two epsilons and
+without privacy. Seeds, data and optimizer are those of `accuracy_by_precision.py`.
 
     python -m benchmarks.precision_at_epsilon           # an hour on two cores
 

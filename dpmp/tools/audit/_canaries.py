@@ -194,14 +194,12 @@ def canaries(
         _threshold_between(scores[:share], is_in[:share]),
     ]
     level = (1 - confidence) / (2 * len(thresholds))  # of each rate
-    (rates, bounds), *others = (
-        _rates(scores[share:] > x, is_in[share:], level) for x in thresholds
-    )
-    noise = _most_noise(mechanism, thresholds[0], bounds, claim.delta, math.inf)
-    for threshold, (other_rates, bounds) in zip(thresholds[1:], others, strict=True):
+    noise, rates = math.inf, Rates(0.0, 0.0)
+    for number, threshold in enumerate(thresholds):
+        found, bounds = _rates(scores[share:] > threshold, is_in[share:], level)
         less = _most_noise(mechanism, threshold, bounds, claim.delta, noise)
-        if less < noise:
-            noise, rates = less, other_rates
+        if less < noise or number == 0:
+            noise, rates = less, found
     return CanaryAudit(
         epsilon=_epsilon(mechanism, noise, claim.delta),
         claimed=claim.epsilon,
