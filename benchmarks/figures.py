@@ -106,14 +106,14 @@ class Span(list[float]):
 
 
 def _next_to_other_libraries() -> list[Passage]:
-    size = _selfcheck("Largest norm of a clipped gradient, over the clip norm")
-    change = _selfcheck(
+    size = selfcheck("Largest norm of a clipped gradient, over the clip norm")
+    change = selfcheck(
         "Largest change of a sum between neighbouring batches, over the clip norm"
     )
-    shown = _selfcheck(
+    shown = selfcheck(
         "Share of noisy sums whose last bits reveal the sum without noise"
     )
-    bits = _selfcheck("Bits of the key that vary, and that the noise depends on")
+    bits = selfcheck("Bits of the key that vary, and that the noise depends on")
     ours_shown = "none" if _largest(shown) < 0.01 else "some"
     rows = [
         f"| {_largest(size):.2f} | {size['jax_privacy default']:.2f}; "
@@ -130,7 +130,7 @@ def _next_to_other_libraries() -> list[Passage]:
     return [Passage("README.md", row) for row in rows]
 
 
-def _selfcheck(measurement: str) -> dict[str, Span]:
+def selfcheck(measurement: str) -> dict[str, Span]:
     """The values of each subject."""
     values: dict[str, Span] = {}
     for line in read("selfcheck_others", "device", measurement=measurement):

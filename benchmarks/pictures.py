@@ -1,49 +1,341 @@
-"""Draws the pictures of the guides from the lines in results/.
+"""Draws the pictures of the guides, from the lines in results/ and from formulas.
 
 pip install '.[bench,plot]'
-python -m benchmarks.pictures        # writes docs/error_by_bands.svg
+python -m benchmarks.pictures                # writes docs/pictures/*.svg
+python -m benchmarks.pictures formats plan
+
+Their background is transparent and their text is grey, which can be read on white and
+on black. docs/pictures/ also has the diagrams, which were drawn by hand.
 """
 
+import argparse
+import contextlib
+import io
+import itertools
+import os
 import pathlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
+import optax
 from matplotlib.figure import Figure
 
+import dpmp
+import dpmp.__main__
+from benchmarks import accuracy_tasks
+from benchmarks.figures import selfcheck
 from benchmarks.markdown import read
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+OUTPUT = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
+BLUE, ORANGE, GREEN, GREY = "#2b8cc4", "#d55e00", "#009e73", "#76797e"
+_STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "dpmp",  # the same picture is the same file
+    "savefig.transparent": True,
+    "font.family": "sans-serif",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": "medium",
+    "legend.frameon": False,
+    "legend.fontsize": "small",
+    "legend.labelcolor": GREY,
+    "grid.alpha": 0.3,
+    **dict.fromkeys(
+        ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"], GREY
+    ),
+    "ytick.color": GREY,
+}
+
+
+def _panels(columns: int, height: float, **options: Any) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    return figure, figure.subplots(1, columns, **options)
 
 
 def error_by_bands() -> Figure:
     """The error of correlated noise over that of independent noise, by bands."""
-    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
-    axes: Any = figure.subplots(1, 3, sharey=True)
-    for axis, epsilon in zip(axes, (1.0, 3.0, 8.0), strict=True):
+    figure, panels = _panels(3, 3.2, sharey=True)
+    for axes, epsilon in zip(panels, (1.0, 3.0, 8.0), strict=True):
         for line in read("least_noise", "setting", epsilon=epsilon):
-            error = line["error"]
-            shares = np.array(list(error.values())) / error["1"]
-            axis.plot([int(x) for x in error], shares, color="#0072b2", alpha=0.7)
-            inverse = line["of_inverse"]
-            shares = np.array(list(inverse.values())) / error["1"]
-            bands = [int(x) for x in inverse]
-            axis.plot(bands, shares, "--", color="#d55e00", alpha=0.7)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks([1, 2, 4, 8, 16], labels=["1", "2", "4", "8", "16"])
-        axis.set_title(f"epsilon {epsilon:.0f}", fontsize="medium")
-        axis.set_xlabel("bands")
-        axis.grid(alpha=0.3)
-        axis.set_ylim(0, 1.3)
-    axes[0].set_ylabel("error, over that of one band")
-    axes[0].plot([], color="#0072b2", label="bands")
-    axes[0].plot([], "--", color="#d55e00", label="bands of the inverse")
-    axes[0].legend(fontsize="small", frameon=False, loc="lower left")
+            one = line["error"]["1"]
+            for field, color, style in (
+                ("error", BLUE, "-"),
+                ("of_inverse", ORANGE, "--"),
+            ):
+                bands = [int(x) for x in line[field]]
+                shares = [x / one for x in line[field].values()]
+                axes.plot(bands, shares, style, color=color, alpha=0.7)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([1, 2, 4, 8, 16], labels=["1", "2", "4", "8", "16"])
+        axes.set_title(f"epsilon {epsilon:.0f}")
+        axes.set_xlabel("bands")
+        axes.grid()
+        axes.set_ylim(0, 1.3)
+    panels[0].set_ylabel("error, over that of one band")
+    panels[0].plot([], color=BLUE, label="bands")
+    panels[0].plot([], "--", color=ORANGE, label="bands of the inverse")
+    panels[0].legend(loc="lower left")
     return figure
 
 
+def formats() -> Figure:
+    """The sizes of the entries of gradients, over what formats can hold."""
+    task = accuracy_tasks.digits()
+    batch = jax.tree.map(lambda x: x[:256, None], task.train)
+    grads = jax.vmap(jax.grad(task.loss_fn), (None, 0))(task.initial_params(0), batch)
+    entries = np.abs(np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)]))
+    exponents = np.log2(entries[entries > 0])
+
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2.4))
+    bins = np.arange(-60, 20, 1.0)
+    for shift, color, label in (
+        (0, BLUE, "loss of an example"),
+        (np.log2(task.loss_weight), ORANGE, "the same, in a mean over 4 million"),
+    ):
+        top.hist(exponents + shift, bins, color=color, alpha=0.6, label=label)
+    top.set_yticks([])
+    top.spines.left.set_visible(False)
+    top.set_ylabel("entries of gradients")
+    top.legend(loc="upper left")
+
+    kinds = {
+        "float32, bfloat16": jnp.bfloat16,
+        "float16": jnp.float16,
+        "float8 e5m2": jnp.float8_e5m2,
+        "float8 e4m3fn": jnp.float8_e4m3fn,
+        "float4 e2m1fn": jnp.float4_e2m1fn,
+    }
+    for row, dtype in enumerate(kinds.values()):
+        info = jnp.finfo(dtype)
+        least, normal, most = (
+            np.log2(float(x))
+            for x in (info.smallest_subnormal, info.tiny, info.max)
+        )
+        bottom.barh(row, normal - least, left=least, color=GREY, alpha=0.35)
+        bottom.barh(row, most - normal, left=normal, color=GREY, alpha=0.8)
+    bottom.set_yticks(range(len(kinds)), labels=[*kinds])
+    bottom.invert_yaxis()
+    bottom.tick_params(axis="y", length=0)
+    bottom.set_xlim(-60, 20)
+    bottom.set_xlabel("size, as a power of two (pale: fewer digits)")
+    return figure
+
+
+def accuracy_by_bits() -> Figure:
+    """What fewer bits cost after training, with privacy and without."""
+    rows = {
+        "bfloat16": "mixed_bfloat16",
+        "float8": "float8",
+        "MXFP8": "mxfp8",
+        "int8": "int8",
+        "int8, half": "int8, rotating",
+        "NVFP4": "nvfp4",
+        "NVFP4, half": "nvfp4, rotating",
+    }
+    kinds = {"none": GREY, "epsilon 8": BLUE, "epsilon 1": ORANGE}
+    figure, panels = _panels(2, 3.4)
+    for axes, (task, title) in zip(
+        panels,
+        {
+            "digits": "images: loss of accuracy, %",
+            "transformer": "text: rise of nats per byte, %",
+        }.items(),
+        strict=True,
+    ):
+        for offset, (privacy, color) in zip((-0.2, 0, 0.2), kinds.items(), strict=True):
+            lines = read("precision_at_epsilon", "row", task=task, privacy=privacy)
+            scores = {x["row"]: np.array(x["score"]) for x in lines}
+            worse = [_worse(scores["float32"], scores[x], task) for x in rows.values()]
+            means, errors = zip(*map(_mean_and_error, worse), strict=True)
+            label = "not private" if privacy == "none" else privacy
+            places = np.arange(len(rows)) + offset
+            axes.errorbar(places, means, errors, fmt="o", ms=4, color=color, label=label)
+        axes.axhline(0, color=GREY, linewidth=0.8)
+        axes.set_xticks(range(len(rows)), labels=[*rows], rotation=35, ha="right")
+        axes.set_title(title)
+        axes.grid(axis="y")
+    panels[0].legend()
+    return figure
+
+
+def _worse(reference: Any, scores: Any, task: str) -> list[float]:
+    """By how many per cent each seed is worse than with float32."""
+    if task == "digits":
+        return [*100 * (reference - scores)]
+    return [*100 * (scores / reference - 1)]
+
+
+def float_noise() -> Figure:
+    """The numbers that a noisy sum can be, for two sums: floats, and a grid."""
+    # Floats with three bits of fraction, and a grid, in place of those with 23 bits.
+    exponents = np.arange(-4, 3)
+    floats = np.unique(np.outer(2.0**exponents, 1 + np.arange(8) / 8))
+    floats = np.concatenate([-floats, [0], floats])
+    grid = np.arange(-32, 33) / 8
+
+    def nearest(x: Any) -> Any:
+        return floats[np.argmin(np.abs(x[:, None] - floats), axis=1)]
+
+    figure, panels = _panels(2, 1.9, sharey=True)
+    for axes, title, noise, rounded in (
+        (panels[0], "floating-point noise", floats, nearest),
+        (panels[1], "integer noise on a grid", grid, lambda x: x),
+    ):
+        of_sums = [np.unique(rounded(total + noise)) for total in (0.0, 1.0)]
+        for row, (mine, others) in enumerate(itertools.permutations(of_sums)):
+            tells = ~np.isin(mine, others)
+            for some, color in ((mine[~tells], GREY), (mine[tells], ORANGE)):
+                axes.vlines(some, row - 0.3, row + 0.3, color=color, linewidth=1.3)
+        axes.set_xlim(-1.6, 1.6)
+        axes.set_title(title)
+        axes.set_xlabel("released number")
+        axes.tick_params(axis="y", length=0)
+        axes.spines.left.set_visible(False)
+    panels[0].set_yticks([0, 1], labels=["sum 0", "sum 1"])
+    panels[0].invert_yaxis()
+    return figure
+
+
+def contributions() -> Figure:
+    """The largest contribution of an example, and change of a sum, by library."""
+    subjects = {
+        "dpmp": "dpmp exact",
+        "Opacus": "Opacus",
+        "jax_privacy, float32": "jax_privacy float32",
+        "jax_privacy": "jax_privacy default",
+    }
+    figure, panels = _panels(2, 2.0, sharey=True)
+    for axes, measurement, title in (
+        (panels[0], "norm of a clipped gradient", "one example's share of a sum"),
+        (panels[1], "change of a sum between neighbouring batches", "change of a sum"),
+    ):
+        found = selfcheck(f"Largest {measurement}, over the clip norm")
+        values = [max(found[subject]) for subject in subjects.values()]
+        colors = [BLUE if value <= 1 else ORANGE for value in values]
+        bars = axes.barh([*subjects], values, color=colors, height=0.6)
+        axes.bar_label(bars, fmt="%.3f", padding=3, color=GREY)
+        axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
+        axes.set_title(title)
+        axes.set_xlabel("clip norms, at most")
+        axes.tick_params(axis="y", length=0)
+        axes.margins(x=0.15)
+    panels[0].invert_yaxis()
+    return figure
+
+
+def accuracy_by_epsilon() -> Figure:
+    """Accuracy on held-out digits against epsilon, for three libraries."""
+    figure = Figure(figsize=(5.0, 3.2), layout="constrained")
+    axes = figure.subplots()
+    lines = read("utility", "library", "epsilon", data="digits")
+    for library, color in {"dpmp": BLUE, "jax_privacy": ORANGE, "Opacus": GREEN}.items():
+        some = [x for x in lines if x["library"] == library and x["epsilon"]]
+        means, errors = zip(*[_mean_and_error(x["accuracy"]) for x in some], strict=True)
+        epsilons = [x["epsilon"] for x in some]
+        axes.errorbar(
+            epsilons, means, errors, fmt="o-", ms=4, color=color, label=library
+        )
+    (plain,) = (x for x in lines if x["epsilon"] is None)
+    label = {"color": GREY, "linestyle": "--", "label": "without privacy"}
+    axes.axhline(np.mean(plain["accuracy"]), **label)
+    axes.set_xscale("log")
+    axes.set_xticks([1, 3, 8], labels=["1", "3", "8"])
+    axes.minorticks_off()
+    axes.set_xlabel("epsilon")
+    axes.set_ylabel("accuracy")
+    axes.grid()
+    axes.legend()
+    return figure
+
+
+def memory() -> Figure:
+    """What takes the memory of a step, in bytes for each parameter."""
+    choices = {
+        "float32": ("float32", optax.adam(1e-3)),
+        "mixed_bfloat16": ("mixed_bfloat16", optax.adam(1e-3)),
+        "8-bit averages": ("mixed_bfloat16", dpmp.in_8_bits(optax.adam(1e-3))),
+        "and bfloat16 masters": (
+            dpmp.Policy(jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True),
+            dpmp.in_8_bits(optax.adam(1e-3)),
+        ),
+    }
+    params = [jax.ShapeDtypeStruct((1024, 1024), "float32")] * 64
+    figure = Figure(figsize=(7.2, 2.6), layout="constrained")
+    axes = figure.subplots()
+    colors: dict[str, Any] = {}
+    palette = iter([BLUE, ORANGE, GREEN, "#c78fb0", "#d9c441", "#7fc4e8", GREY])
+    for row, (policy, optimizer) in enumerate(choices.values()):
+        estimate = dpmp.memory.estimate_memory(
+            params,
+            jax.ShapeDtypeStruct((64, 8), "float32"),
+            policy=policy,
+            optimizer=optimizer,
+        )
+        start = 0.0
+        for line in estimate.at_peak:
+            width = line.num_bytes / estimate.num_parameters
+            if width < 0.01:
+                continue
+            is_new = line.name not in colors
+            color = colors.setdefault(line.name, next(palette) if is_new else None)
+            label = line.name if is_new else None
+            axes.barh(row, width, left=start, color=color, label=label, height=0.6)
+            start += width
+        axes.text(start + 0.2, row, f"{start:.1f}", va="center")
+    axes.set_yticks(range(len(choices)), labels=[*choices])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlabel("bytes for each parameter, at the moment that needs most")
+    axes.set_xlim(0, 33)
+    axes.legend(loc="lower right")
+    return figure
+
+
+def _mean_and_error(values: Any) -> tuple[float, float]:
+    return float(np.mean(values)), float(np.std(values, ddof=1) / len(values) ** 0.5)
+
+
+def _draw_plan(output: pathlib.Path) -> None:
+    """The picture of `python -m dpmp plan`, as its guide calls it."""
+    arguments = "plan --num-examples 50000 --epsilon 2 --delta 1e-6 --output"
+    with contextlib.redirect_stdout(io.StringIO()):
+        dpmp.__main__.main([*arguments.split(), str(output)])
+
+
+DRAWN = {
+    draw.__name__: draw
+    for draw in (
+        error_by_bands,
+        formats,
+        accuracy_by_bits,
+        float_noise,
+        contributions,
+        accuracy_by_epsilon,
+        memory,
+    )
+}
+
+
+def main() -> None:
+    """Draws what is asked for, or everything."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    names = [*DRAWN, "plan"]
+    parser.add_argument("pictures", nargs="*", choices=[*names, []], metavar="PICTURE")
+    mpl.rcParams |= _STYLE
+    os.environ["SOURCE_DATE_EPOCH"] = "0"  # the date in the files
+    OUTPUT.mkdir(exist_ok=True)
+    for name in parser.parse_args().pictures or names:
+        path = OUTPUT / f"{name}.svg"
+        if name == "plan":
+            _draw_plan(path)
+        else:
+            DRAWN[name]().savefig(path, metadata={"Title": DRAWN[name].__doc__})
+        print(path)
+
+
 if __name__ == "__main__":
-    # Text stays text, and the same picture gives the same file.
-    mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "dpmp"}
-    metadata = {"Date": None, "Title": "Error of the parameters, by number of bands"}
-    error_by_bands().savefig(DOCS / "error_by_bands.svg", metadata=metadata)
+    main()
