@@ -16,6 +16,9 @@ between precisions has to be held against.
                      (`mu_dtype`), or both in 8 bits (`dpmp.in_8_bits`)
     bf16 parameters  stored in bfloat16, by stochastic rounding
 
+The transformer is also trained by LoRA, under "mixed_bfloat16" alone, with a frozen
+base in bfloat16, or of integers with scales.
+
 The loss is a sum over predictions, divided by 2^22, as in training loops that average
 over the millions of tokens of a batch. Clip norms have the same factor, and the
 optimizer takes it out again in float32, so that in exact arithmetic nothing would
@@ -51,6 +54,10 @@ from dpmp.loss_scaling import DynamicScale
 
 EPSILON, DELTA = 8.0, 1e-5
 TASKS = {"digits": accuracy_tasks.digits, "transformer": accuracy_tasks.transformer}
+ADAPTERS = {
+    f"adapters, {kind} base": functools.partial(accuracy_tasks.adapters, kind)
+    for kind in ("bfloat16", "int8", "int4")
+}
 
 
 class Row(NamedTuple):
@@ -143,7 +150,7 @@ def train(
 @functools.cache
 def prepare(name: str, steps: int | None) -> tuple[accuracy_tasks.Task, dpmp.DPSGD]:
     """A task, and DP-SGD for its loss with its weight."""
-    task = TASKS[name]()
+    task = (TASKS | ADAPTERS)[name]()
     task = task._replace(steps=steps or task.steps)
     mechanism = dpmp.DPSGD(
         num_examples=task.num_examples,
@@ -156,14 +163,21 @@ def prepare(name: str, steps: int | None) -> tuple[accuracy_tasks.Task, dpmp.DPS
     return task, mechanism.calibrate(epsilon=EPSILON, delta=DELTA)
 
 
+def _num_bytes(x: jax.Array) -> float:
+    bits = 4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize  # as on accelerators
+    return x.size * bits / 8
+
+
 def benchmark(
-    task: Annotated[str, harness.Each(TASKS)],
+    task: Annotated[str, harness.Each([*TASKS, *ADAPTERS])],
     row: Annotated[str, harness.Each(ROWS)],
     seed: Annotated[int, harness.Each(default=(0, 1, 2))],
     steps: int | None = None,
 ) -> harness.Lines:
     """A line for each task, precision and seed, with privacy and without."""
     if row == "tf32" and jax.default_backend() == "cpu":
+        return
+    if task in ADAPTERS and row != "mixed_bfloat16":
         return
     made, private = prepare(task, steps)
     for mechanism in (private, private.without_privacy()):
@@ -173,8 +187,9 @@ def benchmark(
         score = made.evaluate(jax.tree.map(lambda x: x.astype(jnp.float32), params))
         seconds = time.perf_counter() - start
         total_lost, num_steps = opt_state[-1]
-        sizes = [x.size for x in jax.tree.leaves(params)]
-        stored = jax.tree.leaves((params, opt_state))
+        dense = params if made.base is None else dpmp.lora.merge(made.base, params)
+        size = sum(x.size for x in jax.tree.leaves(dense))
+        stored = jax.tree.leaves((params, opt_state, made.base))
         yield {
             "metric": made.metric,
             "is_private": is_private,
@@ -185,7 +200,7 @@ def benchmark(
             "score": score,
             "score_before": made.evaluate(initial),
             "loss_scale": scale,
-            "bytes_per_parameter": round(sum(x.nbytes for x in stored) / sum(sizes), 2),
+            "bytes_per_parameter": round(sum(map(_num_bytes, stored)) / size, 2),
             "lost_updates": float(total_lost) / int(num_steps),
             "seconds": round(seconds, 1),
         }

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import qwix
 import sklearn.datasets
 
 from benchmarks import models
+from dpmp import lora
 
 _CONTEXT = 64  # bytes of a record
 _PRETRAINING_STEPS = 250
+_TILE = 48  # inputs that share a scale, in a base of 4 bits
 
 
 class Task(NamedTuple):
@@ -30,6 +33,7 @@ class Task(NamedTuple):
     loss_weight: float  # `loss_fn` times this gives each prediction the weight 2^-22
     learning_rate: float  # the first; it goes to zero in a line
     l2_clip_norm: float = 1.0  # of the gradient of `loss_fn` of one example
+    base: Any = None  # the frozen parameters to which the trained ones are adapters
 
     @property
     def num_examples(self) -> int:
@@ -110,6 +114,32 @@ def transformer() -> Task:
         steps=24,
         loss_weight=2.0**-16,
         learning_rate=2e-3,
+    )
+
+
+def adapters(kind: str) -> Task:
+    """The transformer with LoRA of rank 8 on a base of "bfloat16", "int8" or "int4"."""
+    task = transformer()
+
+    def packed(path: Any, x: jax.Array) -> Any:
+        x = x.astype(jnp.bfloat16)
+        if kind == "bfloat16" or "norms" in jax.tree_util.keystr(path) or x.ndim < 3:
+            return x
+        tiles = {1: _TILE} if kind == "int4" else {}
+        return qwix.quantize(x, kind, channelwise_axes=[0, 2], tiled_axes=tiles)
+
+    base = jax.tree_util.tree_map_with_path(packed, task.initial_params(0))
+    targets = "blocks/(qkv|out|up|down)"
+
+    def evaluate(adapters: Any) -> float:
+        return task.evaluate(lora.merge(base, adapters, dtype=jnp.float32))
+
+    return task._replace(
+        loss_fn=lora.apply(task.loss_fn, base),
+        initial_params=lambda seed: lora.init(jax.random.key(seed), base, 8, targets),
+        evaluate=evaluate,
+        learning_rate=1e-2,
+        base=base,
     )
 
 

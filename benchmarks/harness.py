@@ -118,7 +118,16 @@ def run_for(command: Sequence[str], seconds: float, **options: Any) -> str:
 
 # --------------------------------------------------------------------- result lines
 
-_PACKAGES = ("dpmp", "jax", "jaxlib", "jax-privacy", "flax", "optax", "torch", "opacus")
+_PACKAGES = (
+    "dpmp-jax",
+    "jax",
+    "jaxlib",
+    "jax-privacy",
+    "flax",
+    "optax",
+    "torch",
+    "opacus",
+)
 
 
 def append(folder: pathlib.Path | None, benchmark: str, **figures: Any) -> None:

@@ -26,8 +26,9 @@ from matplotlib.figure import Figure
 import dpmp
 import dpmp.__main__
 from benchmarks import accuracy_tasks
-from benchmarks.figures import selfcheck
+from benchmarks.figures import few_bits, selfcheck
 from benchmarks.markdown import read
+from dpmp.numerics import parse_arithmetic
 
 OUTPUT = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
 BLUE, ORANGE, GREEN, GREY = "#2b8cc4", "#d55e00", "#009e73", "#76797e"
@@ -112,8 +113,7 @@ def formats() -> Figure:
     for row, dtype in enumerate(kinds.values()):
         info = jnp.finfo(dtype)
         least, normal, most = (
-            np.log2(float(x))
-            for x in (info.smallest_subnormal, info.tiny, info.max)
+            np.log2(float(x)) for x in (info.smallest_subnormal, info.tiny, info.max)
         )
         bottom.barh(row, normal - least, left=least, color=GREY, alpha=0.35)
         bottom.barh(row, most - normal, left=normal, color=GREY, alpha=0.8)
@@ -147,26 +147,19 @@ def accuracy_by_bits() -> Figure:
         strict=True,
     ):
         for offset, (privacy, color) in zip((-0.2, 0, 0.2), kinds.items(), strict=True):
-            lines = read("precision_at_epsilon", "row", task=task, privacy=privacy)
-            scores = {x["row"]: np.array(x["score"]) for x in lines}
-            worse = [_worse(scores["float32"], scores[x], task) for x in rows.values()]
-            means, errors = zip(*map(_mean_and_error, worse), strict=True)
+            found = [few_bits(task, privacy, row) for row in rows.values()]
+            means, errors = zip(*found, strict=True)
             label = "not private" if privacy == "none" else privacy
             places = np.arange(len(rows)) + offset
-            axes.errorbar(places, means, errors, fmt="o", ms=4, color=color, label=label)
+            axes.errorbar(
+                places, means, errors, fmt="o", ms=4, color=color, label=label
+            )
         axes.axhline(0, color=GREY, linewidth=0.8)
         axes.set_xticks(range(len(rows)), labels=[*rows], rotation=35, ha="right")
         axes.set_title(title)
         axes.grid(axis="y")
-    panels[0].legend()
+    panels[0].legend(loc="upper left")
     return figure
-
-
-def _worse(reference: Any, scores: Any, task: str) -> list[float]:
-    """By how many per cent each seed is worse than with float32."""
-    if task == "digits":
-        return [*100 * (reference - scores)]
-    return [*100 * (scores / reference - 1)]
 
 
 def float_noise() -> Figure:
@@ -198,6 +191,74 @@ def float_noise() -> Figure:
     panels[0].set_yticks([0, 1], labels=["sum 0", "sum 1"])
     panels[0].invert_yaxis()
     return figure
+
+
+def sums() -> Figure:
+    """What one example changes in a sum, and what arithmetics reserve for rounding."""
+    figure, (left, right) = _panels(2, 3.0)
+    sizes = 2 ** np.arange(4, 15)
+    for name, dtype, color in (
+        ("float32", np.float32, GREEN),
+        ("bfloat16", jnp.bfloat16, ORANGE),
+    ):
+        # 256 ones are as many as bfloat16 adds up.
+        sizes = sizes[:6] if name == "bfloat16" else sizes
+        changes = [_change_of_running_sum(int(n), dtype) for n in sizes]
+        left.plot(sizes, changes, color=color, label=f"running sum in {name}")
+    left.axhline(1, color=BLUE, label="integers, as in dpmp")
+    left.set(
+        xscale="log", yscale="log", xlabel="examples in the batch", ylim=(0.7, 2e3)
+    )
+    left.set_title("change by one example, in clip norms")
+
+    numbers = 10.0 ** np.arange(3, 11)
+    for name, color in (("exact", BLUE), ("bounded", ORANGE), ("float32", GREEN)):
+        shares = [100 * _reserve(name, int(n)) for n in numbers]
+        right.plot(numbers, shares, color=color, label=f'"{name}"')
+    right.set(xscale="log", xlabel="parameters", ylim=(0, 4))
+    right.set_title("clip norm that sums leave for rounding, %")
+    for axes in (left, right):
+        axes.grid()
+        axes.legend(loc="upper left")
+    return figure
+
+
+def _change_of_running_sum(num_examples: int, dtype: Any) -> float:
+    """What an example of 1 changes, in clip norms of 1, if rounding works against it.
+
+    Half of the examples are 1, and bring the sum to a power of two with this example,
+    and to 1 less without it. The numbers above have twice the spacing of those below.
+    So the others, which nearly cancel, are rounded in another way: above, each pair of
+    them adds a whole spacing, and below, nothing.
+    """
+    num_ones = num_examples // 2
+    spacing = float(jnp.finfo(dtype).eps) * num_ones / 2  # below the power of two
+    ones = np.ones(num_ones - 1, dtype)
+    pairs = np.tile(np.asarray([1.4 * spacing, -0.6 * spacing], dtype), num_ones // 2)
+    with_it, without = (
+        np.add.accumulate(np.concatenate([x, ones, pairs]), dtype=dtype)[-1]
+        for x in (np.ones(1, dtype), np.zeros(1, dtype))
+    )
+    return float(with_it) - float(without)
+
+
+def _reserve(name: str, num_parameters: int) -> float:
+    """The share of the clip norm that an arithmetic leaves for rounding."""
+    method = "book_keeping" if name == "bounded" else "per_example"
+    mechanism = dpmp.DPSGD(
+        num_examples=100_000,
+        expected_batch_size=1000,
+        iterations=100,
+        l2_clip_norm=1.0,
+        noise_multiplier=1.0,
+        num_parameters=num_parameters,
+        method=method,
+        arithmetic=name,
+        microbatch_size=16,
+    )
+    arithmetic = parse_arithmetic(name, method=method)
+    on_grid = arithmetic.rounding_share(num_parameters, mechanism.resolution or 0)
+    return 1 - (1 - on_grid) / (1 + arithmetic.rounding_reserve)
 
 
 def contributions() -> Figure:
@@ -232,16 +293,16 @@ def accuracy_by_epsilon() -> Figure:
     figure = Figure(figsize=(5.0, 3.2), layout="constrained")
     axes = figure.subplots()
     lines = read("utility", "library", "epsilon", data="digits")
-    for library, color in {"dpmp": BLUE, "jax_privacy": ORANGE, "Opacus": GREEN}.items():
+    colors = {"dpmp": BLUE, "jax_privacy": ORANGE, "Opacus": GREEN}
+    for library, color in colors.items():
         some = [x for x in lines if x["library"] == library and x["epsilon"]]
-        means, errors = zip(*[_mean_and_error(x["accuracy"]) for x in some], strict=True)
-        epsilons = [x["epsilon"] for x in some]
-        axes.errorbar(
-            epsilons, means, errors, fmt="o-", ms=4, color=color, label=library
-        )
+        found = [_mean_and_error(x["accuracy"]) for x in some]
+        means, errors = zip(*found, strict=True)
+        style = {"fmt": "o-", "ms": 4, "color": color, "label": library}
+        axes.errorbar([x["epsilon"] for x in some], means, errors, **style)
     (plain,) = (x for x in lines if x["epsilon"] is None)
-    label = {"color": GREY, "linestyle": "--", "label": "without privacy"}
-    axes.axhline(np.mean(plain["accuracy"]), **label)
+    level = float(np.mean(plain["accuracy"]))
+    axes.axhline(level, color=GREY, linestyle="--", label="without privacy")
     axes.set_xscale("log")
     axes.set_xticks([1, 3, 8], labels=["1", "3", "8"])
     axes.minorticks_off()
@@ -313,6 +374,7 @@ DRAWN = {
         formats,
         accuracy_by_bits,
         float_noise,
+        sums,
         contributions,
         accuracy_by_epsilon,
         memory,

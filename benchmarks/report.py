@@ -38,7 +38,7 @@ PAGE = pathlib.Path(__file__).with_name("README.md")
 PLAN = PAGE.parents[1] / "docs" / "past_one_machine.md"
 _SECTIONS = PAGE.with_name("tables.toml")
 
-_BEGINNING = """# Benchmarks
+_BEGINNING = """# Results of the benchmarks
 
 Every table is made from the lines in `benchmarks/results/`, which name the device and
 the versions. `python -m benchmarks.report` makes this page. Install what the benchmarks

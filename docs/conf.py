@@ -1,9 +1,16 @@
 """Builds the guides and the reference: `sphinx-build -W -n docs build/docs`."""
 
+import functools
 import importlib.metadata
+import importlib.util
+from typing import Any
+
+import latex2mathml.converter
+from docutils import nodes
 
 project = "dpmp"
-version = release = importlib.metadata.version("dpmp")
+author = "the authors of dpmp"
+version = release = importlib.metadata.version("dpmp-jax")
 html_title = "dpmp"
 html_theme = "sphinx_book_theme"
 html_theme_options = {
@@ -11,16 +18,21 @@ html_theme_options = {
     "home_page_in_toc": True,
     "navbar_persistent": [],
 }
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "sphinx_external_toc",
 ]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
+# The reference has `dpmp.tunix` without Tunix, which installs hundreds of megabytes.
+autodoc_mock_imports = [x for x in ("flax", "tunix") if importlib.util.find_spec(x) is None]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
@@ -38,3 +50,18 @@ nitpick_ignore_regex = [
     ),
     ("py:.*", r"dpmp\..*\b_.*"),
 ]
+
+html_math_renderer = "mathml"  # which browsers draw without a script from the network
+
+
+def _write_mathml(page: Any, node: nodes.Element, display: str) -> None:
+    page.body.append(latex2mathml.converter.convert(node.astext(), display=display))
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
+    """Adds formulas as MathML."""
+    inline, block = (
+        (functools.partial(_write_mathml, display=x), None) for x in ("inline", "block")
+    )
+    app.add_html_math_renderer("mathml", inline, block)

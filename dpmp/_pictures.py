@@ -19,7 +19,7 @@ def new_figure(**options: Any) -> Any:
         _validate.fail(
             "plots need matplotlib",
             matplotlib="not installed",
-            fix="pip install 'dpmp[plot]'.",
+            fix="pip install matplotlib.",
             error=ModuleNotFoundError,
         )
     return Figure(**options)

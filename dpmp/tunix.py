@@ -4,7 +4,7 @@ A private trainer is used as Tunix's own. dpmp draws the batches, clips, adds no
 accounts for epsilon and saves the checkpoints. Tunix has the model, the loss, the
 evaluation on public data, the loggers and the hooks; only released numbers reach them.
 
-Import it by `import dpmp.tunix`. It needs `pip install 'dpmp[tunix]'`.
+Import it by `import dpmp.tunix`. It needs `pip install google-tunix`.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ try:
     from tunix.sft import peft_trainer
 except ImportError as error:
     raise ImportError(
-        "dpmp.tunix needs Tunix. Run: pip install 'dpmp[tunix]'"
+        "dpmp.tunix needs Tunix. Run: pip install google-tunix"
     ) from error
 
 __all__ = ["PrivateTrainer", "private"]

@@ -37,6 +37,7 @@ import argparse
 import functools
 import json
 import pathlib
+import sys
 import time
 from typing import Any
 
@@ -84,12 +85,16 @@ def make_mechanism(
         num_parameters=num_parameters,
     )
     target = {"epsilon": args.epsilon, "delta": args.delta}
-    if not args.least_noise:
+    if args.noise == "poisson":
         return mechanism.calibrate(**target)
     choices = planning.compare_noise(mechanism, **target)
     errors = (f"{x.error:.2f} with {x.name}" for x in choices)
     print("Noise in the sums of all updates:", *errors, sep="\n  ")
-    return choices[0].mechanism
+    wanted = choices[0].name if args.noise == "least" else args.noise
+    for choice in choices:
+        if choice.name == wanted:
+            return choice.mechanism
+    sys.exit(f"--noise must be least, or a name from this list; got {wanted!r}.")
 
 
 def train(
@@ -241,7 +246,7 @@ def parse_args() -> argparse.Namespace:
     add("--data", type=path, help="private records; else Python's own docstrings")
     add("--output", type=path, default="runs/llm", help="where results go")
     add("--epsilon", type=float, default=8.0, help="privacy budget")
-    add("--least-noise", action="store_true", help="compare kinds of noise; take best")
+    add("--noise", default="poisson", help="or another kind, as '4 bands'; or least")
     add("--delta", type=float, default=1e-5, help="well below 1 / number of records")
     add("--compare", action="store_true", help=finetuning.COMPARE_HELP)
     add("--rank", type=int, default=8, help="of the changes of the matrices")

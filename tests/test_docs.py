@@ -1,5 +1,6 @@
 """The code in the README and in the guides runs as it stands."""
 
+import ast
 import dataclasses
 import os
 import pathlib
@@ -53,7 +54,7 @@ def search_with_noise(search, **target):
 def test_code_of_a_page_runs(page, as_it_stands, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # a run would go on in the directory of an older one
     if page.stem == "tunix":
-        pytest.importorskip("tunix", reason="pip install 'dpmp[tunix]'")
+        pytest.importorskip("tunix", reason="pip install '.[tunix]'")
     namespace = {"__name__": page.stem}
     if not as_it_stands:
         monkeypatch.setattr(dpmp.DPSGD, "calibrate", with_noise)
@@ -73,6 +74,19 @@ def test_links_to_files_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), (page, target)
+
+
+def test_messages_of_the_guide_are_those_of_the_code():
+    texts = [
+        node.value
+        for path in (ROOT / "dpmp").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `(.*?)` \|", page, re.M)
+    assert len(quoted) > 10
+    assert [x for x in quoted if not any(x in text for text in texts)] == []
 
 
 def test_the_largest_batches_of_float_sums_are_as_the_guide_says():

@@ -176,4 +176,4 @@ def _imports_of(name):
 def test_the_version_is_the_same_everywhere():
     citation = (ROOT.parent / "CITATION.cff").read_text()
     assert f"version: {dpmp.__version__}\n" in citation
-    assert importlib.metadata.version("dpmp") == dpmp.__version__
+    assert importlib.metadata.version("dpmp-jax") == dpmp.__version__

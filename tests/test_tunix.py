@@ -18,7 +18,7 @@ from flax import nnx
 import dpmp
 from dpmp.runs._ledger import Ledger
 
-pytest.importorskip("tunix", reason="pip install 'dpmp[tunix]'")
+pytest.importorskip("tunix", reason="pip install '.[tunix]'")
 
 with warnings.catch_warnings(action="ignore"):  # of what Tunix imports
     import qwix

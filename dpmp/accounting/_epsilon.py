@@ -24,6 +24,7 @@ from dpmp.accounting._events import (
     check_delta,
     check_relation,
 )
+from dpmp.accounting._rounding import digits_above, round_up
 from dpmp.accounting._steps import Run, Step, steps_of
 
 _Relation = dp_accounting.NeighboringRelation
@@ -48,6 +49,9 @@ _RDP_ORDERS = (2, 3, *np.arange(3.5, 11, 0.1), *range(11, 64), 96, 128, 256, 512
 class PrivacyGuarantee:
     """States that a run is (epsilon, delta)-differentially private.
 
+    >>> print(PrivacyGuarantee(2.9999, 1e-5, "Renyi DP", "REPLACE_SPECIAL"))
+    epsilon 3.000 at delta 1e-05
+
     Attributes:
       epsilon: an upper bound, which may be infinite.
       delta: the delta for which epsilon was computed.
@@ -62,6 +66,10 @@ class PrivacyGuarantee:
 
     def __post_init__(self):
         _validate.fields(self, epsilon=_validate.real, delta=_validate.real)
+
+    def __str__(self) -> str:
+        delta = digits_above(self.delta, 3)
+        return f"epsilon {round_up(self.epsilon)} at delta {delta}"
 
 
 def get_epsilon(

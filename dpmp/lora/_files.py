@@ -253,7 +253,7 @@ def _safetensors() -> Any:
     except ModuleNotFoundError:
         _validate.fail(
             "files of adapters need the package safetensors. Run pip install "
-            "'dpmp[lora]'.",
+            "safetensors.",
             error=ModuleNotFoundError,
         )
     return safetensors

@@ -131,7 +131,8 @@ def _describe_strategy(mechanism: Any) -> str:
         f" The noise of a step depends on that of up to {strategy.bands - 1} steps "
         f"before: it is wider by a factor of {strategy.sensitivity:.4g}, and earlier "
         f"{'independent ' if is_inverse else ''}noise is subtracted from it, times "
-        f"{factors}."
+        f"{factors}. A run that goes on after an interruption begins with new noise, "
+        f"which may cost more than is claimed here."
     )
 
 

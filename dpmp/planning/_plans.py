@@ -117,11 +117,16 @@ class NoiseChoice:
     Attributes:
       mechanism: the run, calibrated.
       error: the root mean square of the noise in the sums of all updates so far, for
-        SGD with a constant learning rate, in units of the largest contribution.
+        SGD with a constant learning rate, in units of the largest contribution. Times
+        the learning rate and the clip norm, over the expected batch size, this is the
+        error of a parameter.
     """
 
     mechanism: DPSGD
     error: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: error {self.error:.3g}"
 
     @property
     def name(self) -> str:

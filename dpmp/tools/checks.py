@@ -14,7 +14,7 @@ import jax
 
 from dpmp import _validate
 
-_PACKAGES = ("dpmp", "jax", "jaxlib", "dp-accounting", "numpy")
+_PACKAGES = ("dpmp-jax", "jax", "jaxlib", "dp-accounting", "numpy")
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

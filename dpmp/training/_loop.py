@@ -37,6 +37,10 @@ from dpmp.training._step import Step
 from dpmp.training._stops import Signals, add_note, clear_frames
 from dpmp.training._tickets import Batch, Root, draw_batch, draw_tickets
 
+_LARGER = (
+    "Epsilon may become larger than planned. So publish trainer.guarantee(state), and "
+    "not mechanism.statement() alone."
+)
 _RUN_AGAIN = "run all processes again, to go on from a checkpoint."
 
 
@@ -83,13 +87,14 @@ class Loop:
             warn(
                 f"the run goes on inside an epoch of random allocation, because step "
                 f"{account.start} is no multiple of {epoch}. The rest of this epoch is "
-                "made of Poisson steps, which cost more. Epsilon covers them."
+                f"made of Poisson steps, which cost more. {_LARGER}"
             )
         if mechanism.has_correlated_noise and 0 < account.start < options.stop:
             warn(
                 f"the run goes on after step {account.start} with a new sequence of "
                 "noise, which does not cancel the noise of the steps before. To "
-                "evaluate on the way, pass a callback to one call of fit."
+                "evaluate on the way, pass a callback to one call of fit. "
+                f"{_LARGER}"
             )
         # A directory may have a later state.
         self._stop = max(account.start, min(options.stop, account.end))

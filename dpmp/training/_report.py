@@ -145,6 +145,8 @@ class Report:
             is_recorded = self._recorded is not None and self._recorded[0] == step
             is_reported = is_recorded or step in self.report_steps
             self._overflows.look(step, metrics, is_reported=is_reported)
+            if is_recorded:  # they are on the disk, so that nothing has to wait
+                self._remember(metrics)
         # The speed leaves out the first step, which includes compilation.
         self._first = self._first or (step, time.monotonic())
         self._values |= {f"public {name}": x for name, x in public.items()}
@@ -153,14 +155,17 @@ class Report:
         if not (self._enabled and (shows_bar or step in self.report_steps)):
             return
         jax.block_until_ready(done)
-        kind = "noisy" if self._mechanism.noise_multiplier else "exact"
-        self._values |= {f"{kind} {name}": float(x) for name, x in metrics.items()}
+        self._remember(metrics)
         text = self._describe(step)
         if self._shows_bar:
             self._shown_at = time.monotonic()
             self._bar.update(self._task, completed=step, description=text)
         else:
             self._print(text)
+
+    def _remember(self, metrics: Mapping[str, Any]) -> None:
+        kind = "noisy" if self._mechanism.noise_multiplier else "exact"
+        self._values |= {f"{kind} {name}": float(x) for name, x in metrics.items()}
 
     def end(self, ending: str = "") -> None:
         """Shows the last line: the steps, their time, the privacy spent, `ending`."""

@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 
-pytest.importorskip("tunix", reason="pip install 'dpmp[tunix]'")
+pytest.importorskip("tunix", reason="pip install '.[tunix]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 import qwix
 import reference
+from flax import linen
 from models import ZOO
 
 import dpmp
@@ -382,3 +383,34 @@ def test_a_rotating_policy_trains_with_one_program(method):
     assert state.step == 6
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.params))
     assert len(trainer._step._programs) == 1
+
+
+@pytest.mark.filterwarnings("ignore:'VariableState' was removed")  # in qwix
+@pytest.mark.parametrize("qtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("method", ["book_keeping", "per_example"])
+def test_examples_stay_apart_in_a_model_that_qwix_has_quantised(method, qtype):
+    """Its scales are those of the example that the loss gets, in both engines."""
+    formats = dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), qtype)
+    rules = [qwix.QtRule(module_path=".*", **formats)]
+    model = qwix.quantize_model(linen.Dense(5), qwix.QtProvider(rules))
+    x = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
+    x[0] *= 1e4  # the others would be rounded to zero with its scale
+    params = linen.Dense(5).init(jax.random.key(0), x)
+    arithmetic = reference.FLOAT_SUMS[method]
+
+    @jax.numpy_dtype_promotion("standard")  # for qwix
+    def summed(module, x):
+        grad_fn = dpmp.clipped_grad(
+            lambda params, x: jnp.mean(jnp.sin(module.apply(params, x))),
+            l2_clip_norm=0.1,
+            method=method,
+            arithmetic=arithmetic,
+        )
+        return jax.tree.leaves(jax.jit(grad_fn.__call__)(params, x))
+
+    together = summed(model, x)
+    alone = [summed(model, x[i : i + 1]) for i in range(len(x))]
+    for total, *parts in zip(together, *alone, strict=True):
+        np.testing.assert_allclose(total, np.sum(parts, axis=0), rtol=1e-4, atol=1e-6)
+    plain = summed(linen.Dense(5), x)
+    assert reference.norm([a - b for a, b in zip(plain, together, strict=True)]) > 1e-3

@@ -142,7 +142,7 @@ def test_a_record_that_is_not_like_the_others_is_named_by_check_source_alone(nam
 
 
 class TestTorch:
-    """Needs PyTorch, which is large: `pip install 'dpmp[llm-fixtures]'`."""
+    """Needs PyTorch, which is large: `pip install '.[llm-fixtures]'`."""
 
     @pytest.fixture
     def data(self):

@@ -138,6 +138,18 @@ def replay(value=None, *, loss_fn=loss, optimizer=None, policy="float32", **fiel
     )
 
 
+def test_a_neighbour_without_another_example_is_refused():
+    trainer = dpmp.DPTrainer(
+        mechanism=mechanism(num_examples=NUM_EXAMPLES, expected_batch_size=16),
+        loss_fn=loss,
+        optimizer=optax.sgd(0.1),
+        policy="float32",
+    )
+    params = {"w": jnp.zeros(40), "b": jnp.zeros(())}
+    with pytest.raises(ValueError, match=r"another example .* at this index; got inde"):
+        audit.replay(trainer, params, data(), index=3, neighbour=data(2.0))
+
+
 CONTRACT = {
     "poisson": {},
     "allocation": {"sampling": "random_allocation"},

@@ -68,4 +68,4 @@ def test_a_directory_without_metrics_is_refused(tmp_path, capsys):
 def test_a_missing_matplotlib_is_told(tmp_path, capsys, monkeypatch):
     write(tmp_path, [1], values_of)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'dpmp[plot]'" in refusal(capsys, tmp_path)
+    assert "pip install matplotlib" in refusal(capsys, tmp_path)

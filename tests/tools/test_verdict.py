@@ -66,6 +66,14 @@ def test_paths_that_help_are_found_and_can_be_pasted():
     assert abs(again.kept - verdict.kept) < 1e-6
 
 
+def test_a_loss_under_autocast_is_compared_with_the_one_that_it_changes():
+    fun = dpmp.autocast(_plain)
+    assert _verdict(fun, "float32").aside < 1e-9  # with itself
+    verdict = _verdict(fun, "float32", reference=_plain)
+    assert verdict.is_safe
+    assert 1e-4 < verdict.aside < 0.05
+
+
 def test_a_loss_that_leaves_the_range_is_not_safe():
     def tiny(params, x):
         return 1e-7 * _plain(params, x)

@@ -134,6 +134,21 @@ def test_a_recorded_value_is_that_of_its_step(trainer):
     assert report.take_lines() == []
 
 
+def test_a_line_shows_the_values_of_the_last_release(trainer):
+    """Also if the release was between two lines."""
+    mechanism = dataclasses.replace(trainer.mechanism, iterations=60)
+    shown = io.StringIO()
+    console = rich.console.Console(file=shown, width=200)
+    report = Report(mechanism, float, 0, 60, enabled=True, console=console)
+    state = trainer.init(PARAMS)._replace(metrics={"overflowed": jnp.float32(0.5)})
+    assert 7 not in report.report_steps
+    report.record(7, state, is_last=True)
+    report.show(7, state.step, state.metrics, {})
+    assert shown.getvalue() == ""
+    report.show(12, state.step, {}, {})
+    assert "noisy overflowed 0.5" in shown.getvalue()
+
+
 @pytest.mark.parametrize("when", ["metrics", "release"])
 def test_metrics_that_cannot_be_written_are_an_error(
     trainer, tmp_path, monkeypatch, when

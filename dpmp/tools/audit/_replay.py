@@ -34,7 +34,7 @@ from dpmp import _plain_text, _validate
 from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
 from dpmp.numerics import is_grid
-from dpmp.sources import Source
+from dpmp.sources import Source, loader_of
 from dpmp.training import DPTrainer, TrainingState
 
 # For the norm of a change, which is computed in float64.
@@ -120,7 +120,13 @@ def replay(
     )
     index = _validate.integer_in(
         range(mechanism.num_examples),
-        "index must be the number of an example. Use 0, for example.",
+        f"index must be the number of an example, up to {mechanism.num_examples - 1}.",
+        index=index,
+    )
+    _validate.require(
+        not _have_same_row(source, neighbour, index),
+        "neighbour must have another example than the data at this index. Pass the "
+        "index in which the two differ.",
         index=index,
     )
     _validate.require(
@@ -185,6 +191,19 @@ def replay(
     if any(changes[1::2]):
         differs.insert(0, "the sum of a step without the example")
     return ReplayAudit(max(changes) / allowed, tuple(differs))
+
+
+def _have_same_row(source: Any, neighbour: Any, index: int) -> bool:
+    """Whether two datasets of arrays do not differ; others are not looked at before."""
+    if neighbour is None:
+        return False
+    loaders = [loader_of(x, None) for x in (source, neighbour)]
+    if not all(x.is_arrays and x.num_examples > index for x in loaders):
+        return False
+    one, other = (jax.tree.leaves(x.rows(np.array([index]))) for x in loaders)
+    return len(one) == len(other) and all(
+        x.tobytes() == y.tobytes() for x, y in zip(one, other, strict=True)
+    )
 
 
 class _Tape:

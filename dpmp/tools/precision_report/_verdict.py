@@ -77,8 +77,14 @@ class Verdict:
             f"Is {self.policy} safe for this private run? {answer}. Steps go "
             f"{self.kept:.1%} as far in the direction of the float32 gradient, and "
             f"{self.aside:.1%} aside. The errors of all steps are at most "
-            f"{self.error:.2g} of their noise."
+            f"{self.error:.2g} times their noise."
         )
+        if not self.is_safe:
+            text += (
+                " Inputs are rounded too: scale or centre them first. Or use "
+                'policy="float32" with dpmp.autocast(loss). dpmp.precision_report '
+                "names lines where 16 bits are too few."
+            )
         if self.time_ratio > _SLOW:
             text += (
                 f" On this device, it takes {self.time_ratio:.1f} times as long as "
@@ -93,6 +99,7 @@ def compare_policies(
     mechanism: DPSGD,
     policies: Sequence[str | Policy] = _PRESETS,
     loss_scale: float = 1.0,
+    reference: Callable[..., Any] | None = None,
 ) -> list[Verdict]:
     """Says which policies are safe for a private run, and which parameters need more.
 
@@ -125,6 +132,9 @@ def compare_policies(
         `rounded_share`, all products are rounded.
       loss_scale: the factor of the loss, a power of two, where a policy computes in
         float16.
+      reference: the loss in float32 to compare with; `fun` by default. To ask about
+        `autocast(loss)`, pass it as `fun`, with `policies=["float32"]` and
+        `reference=loss`.
 
     Returns:
       A verdict for each policy.
@@ -152,7 +162,7 @@ def compare_policies(
         released_metrics=None,
         microbatch_size=None,
     )
-    trials = _Trials(fun, args, mechanism, loss_scale)
+    trials = _Trials(fun, args, mechanism, loss_scale, reference or fun)
     return [_verdict(trials, x) for x in policies]
 
 
@@ -195,15 +205,17 @@ class _Trials:
         args: Sequence[PyTree],
         mechanism: DPSGD,
         loss_scale: float,
+        reference: Callable[..., Any],
     ):
         self._fun, self._args, self._loss_scale = fun, args, loss_scale
-        self._mechanism = mechanism
+        self._mechanism, self._reference = mechanism, reference
         self._run = functools.cache(self._compiled)
         self._sum = functools.cache(self._clipped_sum)
 
     def of(self, policy: Policy, name: str) -> Verdict:
         """Compares a policy with float32."""
-        found, exact = self._sum(policy), self._sum(_FLOAT32)
+        found = self._sum(self._fun, policy)
+        exact = self._sum(self._reference, _FLOAT32)
         grad, reference = (
             np.concatenate([np.ravel(x) for x in total.leaves])
             for total in (found, exact)
@@ -232,8 +244,8 @@ class _Trials:
 
         A parameter matters if rounding it alone moves the sum in float32.
         """
-        exact = self._sum(_FLOAT32).leaves
-        errors = map(_distance, self._sum(policy).leaves, exact)
+        exact = self._sum(self._reference, _FLOAT32).leaves
+        errors = map(_distance, self._sum(self._fun, policy).leaves, exact)
         candidates = np.argsort(list(errors))[::-1][:_NUM_CANDIDATES]
         leaves, treedef = jax.tree.flatten(self._args[0])
         rounded = jax.tree.leaves(jax.jit(policy.cast_to_compute)(self._args[0]))
@@ -245,23 +257,25 @@ class _Trials:
                 *leaves[i + 1 :],
             ]
             params = jax.tree.unflatten(treedef, changed)
-            moved = self._run(_FLOAT32)(params, *self._args[1:])
+            moved = self._run(self._reference, _FLOAT32)(params, *self._args[1:])
             return math.hypot(*map(_distance, moved, exact))
 
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._args[0])]
         order = sorted(candidates, key=effect, reverse=True)
         return [f"^{re.escape(path_of(paths[i]))}$" for i in order]
 
-    def _clipped_sum(self, policy: Policy) -> _Sum:
-        run = self._run(policy)
+    def _clipped_sum(self, fun: Callable[..., Any], policy: Policy) -> _Sum:
+        run = self._run(fun, policy)
         leaves = [np.asarray(x, np.float64) for x in run(*self._args)]
         start = time.perf_counter()
         jax.block_until_ready(run(*self._args))
         return _Sum(leaves, time.perf_counter() - start)
 
-    def _compiled(self, policy: Policy) -> Callable[..., list[jax.Array]]:
+    def _compiled(
+        self, fun: Callable[..., Any], policy: Policy
+    ) -> Callable[..., list[jax.Array]]:
         scale = self._loss_scale if policy.compute_dtype == jnp.float16 else 1.0
-        loss = ScaledLoss(policy.in_product_precision(self._fun), scale)
+        loss = ScaledLoss(policy.in_product_precision(fun), scale)
         grad_fn = self._mechanism.clipped_grad(loss)
 
         @jax.jit
