@@ -328,6 +328,12 @@ def _bytes_of_states() -> list[Passage]:
         cells = (mean_with_error([x["score"] for x in y]) for y in (digits, text))
         size = digits[-1]["bytes_per_parameter"]
         rows.append(f"| {name} | {size:.1f} | {' | '.join(cells)} |")
+    for kind, name in {"bfloat16": "bfloat16", "int8": "int8", "int4": "4-bit"}.items():
+        task = f"adapters, {kind} base"
+        lines = read("accuracy_by_precision", "seed", task=task, is_private=True)
+        size, scores = lines[-1]["bytes_per_parameter"], [x["score"] for x in lines]
+        text = mean_with_error(scores)
+        rows.append(f"| {name} base, LoRA | float32 | {size:.1f} | | {text} |")
     return [Passage("docs/precision.md", row) for row in rows]
 
 

@@ -32,7 +32,9 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
 # The reference has `dpmp.tunix` without Tunix, which installs hundreds of megabytes.
-autodoc_mock_imports = [x for x in ("flax", "tunix") if importlib.util.find_spec(x) is None]
+autodoc_mock_imports = [
+    x for x in ("flax", "tunix") if importlib.util.find_spec(x) is None
+]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}

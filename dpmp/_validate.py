@@ -18,6 +18,9 @@ import numpy as np
 _Number = TypeVar("_Number", int, float)
 
 
+_LONGEST = 400  # characters of a value in a message
+
+
 class RefusedError(ValueError):
     """Raised for an argument that dpmp refuses. The message says what to do.
 
@@ -39,9 +42,19 @@ def fail(
     """
     if fix is None:
         required, _, fix = required.partition(". ")
-    values = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    values = ", ".join(f"{name}={_shown(value)}" for name, value in given.items())
     got = f"; got {values}" if given else ""
     raise error(f"{required}{got}. {fix}")
+
+
+def _shown(value: Any) -> str:
+    """A value for a message. Arrays, tables and long lists may be private data."""
+    if any(getattr(x, "shape", None) for x in jax.tree.leaves(value)):
+        kind = f"a {type(value).__module__}.{type(value).__qualname__}"
+        shape, dtype = (getattr(value, x, None) for x in ("shape", "dtype"))
+        return f"{kind} of shape {shape}, {dtype}" if shape else f"{kind} of arrays"
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def require(condition: bool, required: str, **given: Any) -> None:

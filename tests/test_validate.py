@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp import _validate
+from dpmp import GridArray, _validate
 
 NOT_NUMBERS = [None, "1", True, math.nan, 1j, [1.0], np.ones(1), jnp.ones(1)]
 
@@ -86,3 +86,21 @@ def test_float64_is_refused_where_jax_would_narrow_it():
     _validate.check_x64(jnp.float32, "sums")
     with jax.enable_x64(True):
         _validate.check_x64(jnp.float64, "sums")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (np.full(3, 0.731), r"a numpy.ndarray of shape \(3,\), float64"),
+        ({"x": np.full(3, 0.731)}, "a builtins.dict of arrays"),
+        (GridArray(jnp.full(3, 731), 1.0), "a dpmp.numerics._grid.GridArray of arrays"),
+        ("731" + "." * 500, r"\.\.\."),
+    ],
+)
+def test_a_message_shows_no_array_and_nothing_long(value, shown):
+    with pytest.raises(ValueError, match=shown) as caught:
+        _validate.fail("this must be a number. Pass one.", given=value)
+    assert len(str(caught.value)) < 500
+    if not isinstance(value, str):
+        assert "731" not in str(caught.value)
+        assert "731" not in repr(GridArray(jnp.full(3, 731), 1.0))

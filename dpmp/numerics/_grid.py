@@ -52,6 +52,11 @@ class GridArray:
     def __post_init__(self):
         object.__setattr__(self, "unit", as_real(self.unit))
 
+    def __repr__(self) -> str:
+        kind = getattr(self.counts, "dtype", type(self.counts).__name__)
+        shape = [*getattr(self.counts, "shape", ())]
+        return f"GridArray({kind}{shape}, unit={self.unit!r})"  # counts are sensitive
+
     def to_float(self) -> jax.Array:
         """Returns the numbers in float32, with at most two roundings."""
         return self.counts.astype(jnp.float32) * np.float32(self.unit)

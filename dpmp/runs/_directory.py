@@ -32,10 +32,11 @@ from dpmp._processes import are_equal, on_first, random_id
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.runs import _arrays, _files, _ledger
-from dpmp.runs._files import digest_of_tree, files_required, sync
+from dpmp.runs._files import digest_of_tree, files_required, read_if_any, sync
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.runs._spent import Segment, Spent
 
+_CHECKPOINTS = "checkpoints"
 _FACTS = "facts.json"
 _RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes
 _NO_FILE = FileNotFoundError, IsADirectoryError, NotADirectoryError
@@ -46,7 +47,7 @@ class RunDirectory:
 
     def __init__(self, path: pathlib.Path, delta: float | None):
         self.path, self._delta, self._ledger = path, delta, Ledger(path)
-        self._folder, self._pending = path / "checkpoints", path / "pending"
+        self._folder, self._pending = path / _CHECKPOINTS, path / "pending"
 
     @property
     def spent(self) -> Spent:
@@ -227,16 +228,43 @@ class RunDirectory:
             return None
         if record is not None and digest_of_tree(path) != record.digest:
             return None
-        _validate.require(
-            record is not None and self._ledger.copy().startswith(copy),
-            "the ledger must be as new as the checkpoints, because it is the only "
-            "account of what the steps cost. Restore the newest ledger.jsonl. If it is "
-            "lost, use another directory, and add up the epsilon of both. If it is the "
-            "checkpoint that is damaged, remove its folder.",
-            checkpoint=str(path),
-            ledger="without the record of this checkpoint, or of steps before it",
-        )
+        is_whole = record is not None and self._ledger.copy().startswith(copy)
+        _require_new_ledger(is_whole, path)
         return facts
+
+
+def ledger_of(directory: pathlib.Path) -> Ledger:
+    """Reads the ledger of a directory, which must be as new as its checkpoints."""
+    # They are read before the ledger, to which a run may add just now.
+    found = [
+        (x, read_if_any(x / _ledger.NAME), _nonce_of(x))
+        for x in sorted((directory / _CHECKPOINTS).glob("*"))
+    ]
+    ledger = Ledger(directory)
+    whole, releases = ledger.copy(), ledger.releases
+    for path, copy, nonce in found:
+        is_new = whole.startswith(copy) and (nonce is None or nonce in releases)
+        _require_new_ledger(is_new, path)
+    return ledger
+
+
+def _nonce_of(checkpoint: pathlib.Path) -> str | None:
+    try:
+        return json.loads((checkpoint / _FACTS).read_text())["nonce"]
+    except (KeyError, RecursionError, TypeError, ValueError, *_NO_FILE):
+        return None  # it is damaged
+
+
+def _require_new_ledger(is_new: bool, checkpoint: pathlib.Path) -> None:
+    _validate.require(
+        is_new,
+        "the ledger must be as new as the checkpoints, because it is the only account "
+        "of what the steps cost. Restore the newest ledger.jsonl. If it is lost, use "
+        "another directory, and add up the epsilon of both. If it is the checkpoint "
+        "that is damaged, remove its folder.",
+        checkpoint=str(checkpoint),
+        ledger="without the record of this checkpoint, or of steps before it",
+    )
 
 
 @contextlib.contextmanager

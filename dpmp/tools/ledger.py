@@ -11,7 +11,7 @@ from typing import Any
 
 from dpmp import _validate
 from dpmp.accounting import PrivacyGuarantee, digits_above, digits_below, round_up
-from dpmp.runs import Ledger, Spent
+from dpmp.runs import Ledger, Spent, ledger_of
 
 _COUNTING = (
     "Every step that was released counts, and every step that an error may have told "
@@ -112,9 +112,11 @@ def _times(ledger: Ledger) -> list[str]:
 def _read(directory: pathlib.Path) -> Ledger:
     reason = "there is none; before its first release a run has none, and has no cost"
     try:
-        ledger = Ledger(directory)
-        if ledger.exists:
+        ledger = ledger_of(directory)
+        if ledger.exists and directory.resolve().parent.name != "checkpoints":
             return ledger
+        if ledger.exists:
+            reason = "this is a checkpoint, whose copy of the ledger ends before it"
     except OSError as error:
         reason = error.strerror or str(error)
     _validate.fail(

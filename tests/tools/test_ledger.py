@@ -179,6 +179,22 @@ def test_a_directory_without_a_readable_ledger_is_refused(tmp_path, refusal):
     assert "must have a ledger that can be read" in refusal(tmp_path)
 
 
+def test_a_ledger_that_is_older_than_a_checkpoint_is_refused(tmp_path, run, refusal):
+    """Its epsilon would be too small."""
+    directory = write(tmp_path / "run", charged(0, 2), released(2, 4))
+    whole = (directory / "ledger.jsonl").read_bytes()
+    checkpoint = directory / "checkpoints" / "4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "facts.json").write_text('{"nonce": "n"}')
+    first = whole.partition(b"\n")[0]
+    (checkpoint / "ledger.jsonl").write_bytes(first)
+    assert "epsilon" in run(directory)
+    assert "this is a checkpoint" in refusal(checkpoint)
+    for older in (first, b""):
+        (directory / "ledger.jsonl").write_bytes(older)
+        assert "must be as new as the checkpoints" in refusal(directory)
+
+
 def test_a_delta_must_be_given_where_there_is_not_one(tmp_path, report, refusal):
     for delta, deltas in ((None, "[]"), (1e-5, None), (1e-6, "[1e-06, 1e-05]")):
         write(tmp_path, dataclasses.replace(released(0, 30), delta=delta))

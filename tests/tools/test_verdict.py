@@ -128,3 +128,9 @@ def test_a_loss_that_clashes_with_some_paths_has_a_verdict():
 def test_wrong_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         compare_policies(_plain, _PARAMS, _X, **{"mechanism": _MECHANISM} | options)
+
+
+def test_data_without_a_finite_gradient_have_no_verdict():
+    x = np.full_like(_X, np.nan)
+    with pytest.raises(ValueError, match=r"finite and not zero; got norm=0\.0"):
+        _verdict(_plain, x=x)

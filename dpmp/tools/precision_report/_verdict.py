@@ -220,7 +220,13 @@ class _Trials:
             np.concatenate([np.ravel(x) for x in total.leaves])
             for total in (found, exact)
         )
-        length = float(np.linalg.norm(reference)) or 1.0
+        length = float(np.linalg.norm(reference))
+        _validate.require(
+            0 < length < math.inf,
+            "the clipped gradients in float32 must have a sum that is finite and not "
+            "zero. Look for NaN in the batch and the parameters.",
+            norm=length,
+        )
         kept = float(grad @ reference) / length**2
         aside = float(np.linalg.norm(grad - kept * reference)) / length
         number = len(jax.tree.leaves(self._args[1:])[0])
