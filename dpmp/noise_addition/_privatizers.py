@@ -262,6 +262,14 @@ def _privatizer(
             fix="Return the sum from shard_map, and add the noise to it under jax.jit. "
             "There each device draws the noise of its own shard.",
         )
+        given = sum_of_clipped_grads if isinstance(sum_of_clipped_grads, tuple) else ()
+        _validate.require(
+            not any(hasattr(x, "grad_norms") for x in given),
+            "noise must be added to the sum alone, because it is too little for the "
+            "values of single examples. Pass the first part of what clipped_grad "
+            "returns.",
+            sum_of_clipped_grads="a sum with auxiliary output",
+        )
         sums, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=is_grid)
         sums = [x if is_grid(x) else as_device_dtypes(x) for x in sums]
         for i, x in enumerate(sums):

@@ -15,6 +15,7 @@ import pytest
 from programs import UNOPTIMIZED
 from scipy import stats
 
+from dpmp import clipped_grad
 from dpmp.noise_addition import (
     NoiseState,
     _add_noise,
@@ -637,3 +638,18 @@ def test_exact_sums_that_were_divided_or_rounded_are_refused(change):
     total = {"w": GridArray(jnp.arange(4), 1.0)}
     with pytest.raises(ValueError, match="must stay int32 until noise is added"):
         release(jax.tree.map(change, total))
+
+
+def test_auxiliary_output_is_refused():
+    """It has values of single examples, which the noise does not cover."""
+    grad_fn = clipped_grad(
+        lambda params, x: jnp.sum(params * x), l2_clip_norm=1.0, return_values=True
+    )
+    both = grad_fn(jnp.ones(3), jnp.ones((2, 3)))
+    privatizer = gaussian_privatizer(stddev=1.0)
+    noise_state = privatizer.init(jnp.ones(3))
+    with pytest.raises(
+        ValueError, match=r"added to the sum alone.*Pass the first part"
+    ):
+        privatizer.update(both, noise_state)
+    privatizer.update(both[0], noise_state)
