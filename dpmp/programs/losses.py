@@ -136,16 +136,29 @@ _HINTS = (
 
 
 def check_program(
-    jaxpr: Any, *, num_params: int, takes_key: bool, compute_dtype: Any
+    jaxpr: Any,
+    *,
+    num_params: int,
+    num_columns: int,
+    takes_key: bool,
+    compute_dtype: Any,
 ) -> None:
-    """Checks the jaxpr of a loss, whose first arguments are its parameters.
+    """Checks the jaxpr of a loss, with parameters and then columns as arguments.
 
     The loss receives parameters and float inputs in `compute_dtype`. Raises ValueError
-    if nothing reads the parameters, and warns of the other mistakes.
+    if nothing reads the parameters or the batch, and warns of the other mistakes.
     """
     read = interpreter.variables_read(jaxpr)
+    all_read = set().union(*read)
+    columns = jaxpr.invars[num_params : num_params + num_columns]
     _validate.require(
-        not set().union(*read).isdisjoint(jaxpr.invars[:num_params]),
+        not all_read.isdisjoint(columns),
+        "loss_fn must compute with the batch that it is given. Data that it closes "
+        "over would be seen by all examples, and would not be protected.",
+        reads_batch=False,
+    )
+    _validate.require(
+        not all_read.isdisjoint(jaxpr.invars[:num_params]),
         "loss_fn must compute with the params that it is given. Models of Keras, NNX "
         "and Equinox have parameters of their own. Use model.stateless_call(params, "
         "...), nnx.merge(graphdef, params), or eqx.combine(params, static). "

@@ -1,23 +1,15 @@
 """Goes over all records of a dataset before a run, and names a defective one."""
 
-import collections
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
-from dpmp._warnings import warn
 from dpmp.sources._source import Load, Loader, Source, loader_of
-
-_AT_ONCE = 4096  # rows of arrays
 
 
 def check_source(source: PyTree | Source) -> None:
     """Loads every record of a dataset once, in order, and names the first bad one.
-
-    Warns of columns with NaN or infinity, in which a gradient hardly ever is finite.
 
     Call this before a run, or after `fit` reported that a record could not be loaded.
     That report does not name the record, because the batches are secret.
@@ -43,17 +35,12 @@ def check_source(source: PyTree | Source) -> None:
       ValueError: for the first record that does not load, is not made of numbers, or
         has another tree, shape or dtype than the first one. The message has the index,
         dtype and shape of the record, and the error of the source is attached. All of
-        them, and the numbers of a warning, are private data: call this where only
-        people who may see the dataset see its output.
+        them are private data: call this where only people who may see the dataset see
+        its output.
     """
     loader = loader_of(source, None)
-    not_finite: collections.Counter[str] = collections.Counter()
-    if loader.is_arrays:  # they have been checked as a whole
-        for start in range(0, loader.num_examples, _AT_ONCE):
-            stop = min(start + _AT_ONCE, loader.num_examples)
-            not_finite += _count_not_finite(loader.rows(np.arange(start, stop)))
-        _warn_of_columns(not_finite, loader.num_examples)
-        return
+    if loader.is_arrays:
+        return  # they have been checked as a whole
 
     def alone(indices: np.ndarray) -> PyTree:
         return Loader(lambda i: loader.ask(i + int(indices[0])), 1).rows(np.arange(1))
@@ -61,14 +48,11 @@ def check_source(source: PyTree | Source) -> None:
     first = np.arange(min(2, loader.num_examples))
     _check_records(alone, len(first))  # the first two decide how to load all records
     loader.rows(first)
-    not_finite = _check_records(loader.way[0], loader.num_examples)
-    _warn_of_columns(not_finite, loader.num_examples)
+    _check_records(loader.way[0], loader.num_examples)
 
 
-def _check_records(load: Load, num_records: int) -> collections.Counter[str]:
-    """Returns how many records have NaN or infinity in a column."""
+def _check_records(load: Load, num_records: int) -> None:
     expected: dict[str, str] = {}
-    not_finite: collections.Counter[str] = collections.Counter()
     for record in range(num_records):
         try:
             rows = load(np.array([record]))
@@ -94,24 +78,3 @@ def _check_records(load: Load, num_records: int) -> collections.Counter[str]:
                 in_the_first=expected.get(path, "nothing"),
                 in_this=columns.get(path, "nothing"),
             )
-        not_finite += _count_not_finite(rows)
-    return not_finite
-
-
-def _count_not_finite(rows: PyTree) -> collections.Counter[str]:
-    found: collections.Counter[str] = collections.Counter()
-    for path, x in jax.tree_util.tree_leaves_with_path(rows):
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            is_finite = np.isfinite(x).reshape(len(x), -1).all(axis=1)
-            found[jax.tree_util.keystr(path)] += int(np.sum(~is_finite))
-    return found
-
-
-def _warn_of_columns(not_finite: collections.Counter[str], num_records: int) -> None:
-    columns = [f"{n} in {path or 'the array'}" for path, n in not_finite.items() if n]
-    if columns:
-        warn(
-            f"of {num_records} records, these have NaN or infinity: "
-            f"{', '.join(columns)}. Unless the loss masks them, such records train "
-            "nothing. Fill them, or leave them out."
-        )

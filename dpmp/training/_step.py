@@ -237,6 +237,7 @@ class Step:
         check = functools.partial(
             losses.check_program,
             num_params=len(jax.tree.leaves(args[0])),
+            num_columns=len(jax.tree.leaves(args[1])),
             takes_key=self.uses_prng_key,
             compute_dtype=dtype,
         )

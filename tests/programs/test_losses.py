@@ -20,7 +20,11 @@ def check(loss_fn, *, policy="float32", uses_prng_key=False):
     arrays = {"w": jnp.ones(3, dtype)}, jnp.ones((1, 3), dtype)
     key = (jax.random.key(0),) if uses_prng_key else ()
     checked = functools.partial(
-        check_program, num_params=1, takes_key=uses_prng_key, compute_dtype=dtype
+        check_program,
+        num_params=1,
+        num_columns=1,
+        takes_key=uses_prng_key,
+        compute_dtype=dtype,
     )
     hoist_constants(loss_fn, *arrays, *key, check=checked)
 
@@ -47,6 +51,7 @@ def has_a_product_of_each_kind(params, x):
 
 STATE, WIDE = jnp.ones(3), np.ones(3, np.float32)
 UNREAD = r"must compute with the params.*stateless_ca"
+UNREAD_BATCH = r"must compute with the batch.*would not be protected"
 SAME_KEY = "the same for every example at every step"
 DROPPED = r"new values of 1 arrays .* of the shapes \(3,\), and drops them"
 NARROW = "computes no product in b?float16, though"
@@ -54,9 +59,10 @@ NARROW = "computes no product in b?float16, though"
 # The loss, the policy, and the words of the complaint, if there is one.
 LOSSES = {
     "other params": (lambda p, x: jnp.mean(x @ STATE), "float32", UNREAD),
-    "no data": (lambda p, x: jnp.sum(p["w"]), "float32", None),
+    "no data": (lambda p, x: jnp.sum(p["w"]), "float32", UNREAD_BATCH),
+    "other data": (lambda p, x: jnp.sum(p["w"] @ STATE), "float32", UNREAD_BATCH),
     "jit": (lambda p, x: jax.jit(lambda w: jnp.sum(x @ w))(p["w"]), "float32", None),
-    "entry": (lambda p, x: p["w"][0], "float32", None),
+    "entry": (lambda p, x: p["w"][0] * x[0, 0], "float32", None),
     "a key of its own": (
         lambda p, x: drop(p["w"], x, jax.random.key(0)),
         "float32",
@@ -108,7 +114,7 @@ LOSSES = {
 def test_mistakes_that_cause_no_error_are_found_and_nothing_else_is(name):
     loss_fn, policy, said = LOSSES[name]
     expected = contextlib.nullcontext()  # warnings raise
-    if said == UNREAD:
+    if said in (UNREAD, UNREAD_BATCH):
         expected = pytest.raises(ValueError, match=said)
     elif said is not None:
         expected = pytest.warns(UserWarning, match=said)

@@ -24,23 +24,6 @@ def test_a_good_dataset_passes(source):
     assert {*range(12)} <= {x for x in singles.asked if isinstance(x, int)}
 
 
-@pytest.mark.parametrize("kind", ["arrays", "records"])
-def test_columns_with_nan_are_named(kind):
-    x = np.ones((9, 2), np.float32)
-    x[3:5, 1] = np.nan, np.inf
-
-    class Records:
-        def __len__(self):
-            return 9
-
-        def __getitem__(self, i):
-            return {"x": x[i], "y": np.arange(9)[i]}
-
-    source = Records() if kind == "records" else {"x": x, "y": np.arange(9)}
-    with pytest.warns(match=r"of 9 records, .* infinity: 2 in \['x'\]\. Unless"):
-        check_source(source)
-
-
 @pytest.mark.parametrize("kind", [Singles, Batches])
 @pytest.mark.parametrize("record", [0, 1, 2, 11])
 def test_a_record_that_does_not_load_is_named_with_its_error(kind, record):

@@ -411,8 +411,8 @@ def test_an_epoch_may_be_run_step_by_step():
 @pytest.mark.parametrize("key", [KEY, None], ids=["given", "fresh"])
 def test_every_example_and_step_has_a_key_of_its_own(key):
     def loss_fn(params, batch, key):
-        del batch
-        return 0 * jnp.sum(params) + jax.random.uniform(key)
+        unused = 0 * (jnp.sum(params) + jnp.sum(batch["x"]))
+        return unused + jax.random.uniform(key)
 
     trainer = make_trainer(
         loss_fn, uses_prng_key=True, expected_batch_size=NUM_EXAMPLES, prng_key=key
