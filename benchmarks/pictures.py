@@ -341,9 +341,9 @@ def memory() -> Figure:
             width = line.num_bytes / estimate.num_parameters
             if width < 0.01:
                 continue
-            is_new = line.name not in colors
-            color = colors.setdefault(line.name, next(palette) if is_new else None)
-            label = line.name if is_new else None
+            label = None if line.name in colors else line.name  # once, in the legend
+            color = colors[line.name] if label is None else next(palette)
+            colors[line.name] = color
             axes.barh(row, width, left=start, color=color, label=label, height=0.6)
             start += width
         axes.text(start + 0.2, row, f"{start:.1f}", va="center")

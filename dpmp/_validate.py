@@ -48,13 +48,17 @@ def fail(
 
 
 def _shown(value: Any) -> str:
-    """A value for a message. Arrays, tables and long lists may be private data."""
-    if any(getattr(x, "shape", None) for x in jax.tree.leaves(value)):
-        kind = f"a {type(value).__module__}.{type(value).__qualname__}"
+    """A value for a message; only its kind if it may be private: arrays, long lists."""
+    kind = f"a {type(value).__module__}.{type(value).__qualname__}"
+    try:
+        leaves = jax.tree.leaves(value)
+    except (TypeError, ValueError):  # for a dict whose keys cannot be sorted
+        return kind
+    if any(getattr(x, "shape", None) for x in leaves):
         shape, dtype = (getattr(value, x, None) for x in ("shape", "dtype"))
         return f"{kind} of shape {shape}, {dtype}" if shape else f"{kind} of arrays"
     text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= _LONGEST else f"{kind} that is too long to show"
 
 
 def require(condition: bool, required: str, **given: Any) -> None:

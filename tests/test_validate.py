@@ -94,13 +94,17 @@ def test_float64_is_refused_where_jax_would_narrow_it():
         (np.full(3, 0.731), r"a numpy.ndarray of shape \(3,\), float64"),
         ({"x": np.full(3, 0.731)}, "a builtins.dict of arrays"),
         (GridArray(jnp.full(3, 731), 1.0), "a dpmp.numerics._grid.GridArray of arrays"),
-        ("731" + "." * 500, r"\.\.\."),
+        ([731] * 200, "a builtins.list that is too long to show"),
+        ("731" * 200, "a builtins.str that is too long to show"),
+        ({1: 731, "x": 731}, "given=a builtins.dict"),  # jax cannot sort its keys
     ],
 )
 def test_a_message_shows_no_array_and_nothing_long(value, shown):
     with pytest.raises(ValueError, match=shown) as caught:
         _validate.fail("this must be a number. Pass one.", given=value)
     assert len(str(caught.value)) < 500
-    if not isinstance(value, str):
-        assert "731" not in str(caught.value)
-        assert "731" not in repr(GridArray(jnp.full(3, 731), 1.0))
+    assert "731" not in str(caught.value)
+
+
+def test_a_sum_does_not_show_its_counts():
+    assert repr(GridArray(jnp.full(3, 731), 1.0)) == "GridArray(int32[3], unit=1.0)"

@@ -235,6 +235,12 @@ class RunDirectory:
 
 def ledger_of(directory: pathlib.Path) -> Ledger:
     """Reads the ledger of a directory, which must be as new as its checkpoints."""
+    _validate.require(
+        not (directory / _FACTS).exists(),
+        "a checkpoint has a copy of the ledger, which ends before it. Pass the "
+        "directory of the run.",
+        directory=str(directory),
+    )
     # They are read before the ledger, to which a run may add just now.
     found = [
         (x, read_if_any(x / _ledger.NAME), _nonce_of(x))

@@ -113,10 +113,8 @@ def _read(directory: pathlib.Path) -> Ledger:
     reason = "there is none; before its first release a run has none, and has no cost"
     try:
         ledger = ledger_of(directory)
-        if ledger.exists and directory.resolve().parent.name != "checkpoints":
-            return ledger
         if ledger.exists:
-            reason = "this is a checkpoint, whose copy of the ledger ends before it"
+            return ledger
     except OSError as error:
         reason = error.strerror or str(error)
     _validate.fail(

@@ -181,7 +181,8 @@ def test_a_directory_without_a_readable_ledger_is_refused(tmp_path, refusal):
 
 def test_a_ledger_that_is_older_than_a_checkpoint_is_refused(tmp_path, run, refusal):
     """Its epsilon would be too small."""
-    directory = write(tmp_path / "run", charged(0, 2), released(2, 4))
+    (tmp_path / "checkpoints").mkdir()  # runs may be in a folder of this name
+    directory = write(tmp_path / "checkpoints" / "run", charged(0, 2), released(2, 4))
     whole = (directory / "ledger.jsonl").read_bytes()
     checkpoint = directory / "checkpoints" / "4"
     checkpoint.mkdir(parents=True)
@@ -189,7 +190,7 @@ def test_a_ledger_that_is_older_than_a_checkpoint_is_refused(tmp_path, run, refu
     first = whole.partition(b"\n")[0]
     (checkpoint / "ledger.jsonl").write_bytes(first)
     assert "epsilon" in run(directory)
-    assert "this is a checkpoint" in refusal(checkpoint)
+    assert "a checkpoint has a copy of the ledger" in refusal(checkpoint)
     for older in (first, b""):
         (directory / "ledger.jsonl").write_bytes(older)
         assert "must be as new as the checkpoints" in refusal(directory)

@@ -120,7 +120,8 @@ def replay(
     )
     index = _validate.integer_in(
         range(mechanism.num_examples),
-        f"index must be the number of an example, up to {mechanism.num_examples - 1}.",
+        "index must be the number of an example. Use 0 to "
+        f"{mechanism.num_examples - 1}.",
         index=index,
     )
     _validate.require(
@@ -194,7 +195,10 @@ def replay(
 
 
 def _have_same_row(source: Any, neighbour: Any, index: int) -> bool:
-    """Whether two datasets of arrays do not differ; others are not looked at before."""
+    """Whether two datasets of arrays have the same example at an index.
+
+    Other sources are not asked: one that remembers must not see it before the run.
+    """
     if neighbour is None:
         return False
     loaders = [loader_of(x, None) for x in (source, neighbour)]
