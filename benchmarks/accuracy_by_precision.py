@@ -60,6 +60,10 @@ ADAPTERS = {
 }
 
 
+# Adapters of a language model of 135 million parameters: minutes for a run.
+LARGE = {"adapters": accuracy_tasks.smollm2_adapters}
+
+
 class Row(NamedTuple):
     """A precision."""
 
@@ -150,7 +154,7 @@ def train(
 @functools.cache
 def prepare(name: str, steps: int | None) -> tuple[accuracy_tasks.Task, dpmp.DPSGD]:
     """A task, and DP-SGD for its loss with its weight."""
-    task = (TASKS | ADAPTERS)[name]()
+    task = (TASKS | ADAPTERS | LARGE)[name]()
     task = task._replace(steps=steps or task.steps)
     mechanism = dpmp.DPSGD(
         num_examples=task.num_examples,

@@ -1,5 +1,6 @@
-"""Two small tasks to train: images of digits, and a transformer over bytes."""
+"""Tasks to train: images of digits, a transformer over bytes, adapters of SmolLM2."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -140,6 +141,39 @@ def adapters(kind: str) -> Task:
         evaluate=evaluate,
         learning_rate=1e-2,
         base=base,
+    )
+
+
+def smollm2_adapters() -> Task:
+    """SmolLM2-135M with LoRA, as in `examples/finetune_llm.py`, on docstrings."""
+    from examples import llm, records  # their packages come with the extra `llm`
+
+    model = llm.load(llm.installed_gguf(), dtype=jnp.bfloat16)
+    batches = [
+        llm.make_batch(model.tokenizer, texts, _CONTEXT)
+        for texts in records.private_and_held_out(None)
+    ]
+    train, held_out = batches
+    held_out = jax.tree.map(lambda x: x[:128], held_out)
+
+    def evaluate(adapters: Any) -> float:
+        apply = lora.apply(model.apply, model.params)
+        return llm.nats_per_token(apply, adapters, held_out)
+
+    return Task(
+        loss_fn=lora.apply(functools.partial(llm.mean_nats, model.apply), model.params),
+        initial_params=lambda seed: lora.init(
+            jax.random.key(seed), model.params, 8, "attention/.*kernel"
+        ),
+        train=train,
+        evaluate=evaluate,
+        metric="nats per token",
+        batch_size=128,
+        microbatch_size=16,
+        steps=8,
+        loss_weight=1.0,
+        learning_rate=1.5e-2,
+        base=model.params,
     )
 
 

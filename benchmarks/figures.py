@@ -254,11 +254,13 @@ def _noise_on_emails() -> Passage:
         [losses[noise, rate]["private"] for rate in (0.01, 0.0176)]
         for noise in ("independent", "least")
     )
+    few = [losses[f"{bands} bands", 0.0176]["private"] for bands in (2, 4)]
     text = (
         f"falls from {before:.3f} nats per token to {poisson[0]:.3f} with Poisson "
         f"sampling, and to {least[0]:.3f} with the strategy that leaves least noise. "
         f"At a learning rate that is larger by a factor of 1.76, it falls to "
-        f"{poisson[1]:.3f} and {least[1]:.3f}"
+        f"{poisson[1]:.3f} and {least[1]:.3f}, and to {few[0]:.3f} and {few[1]:.3f} "
+        "with two and four bands"
     )
     return Passage("docs/less_noise.md", text)
 
@@ -364,6 +366,22 @@ def _few_bits() -> list[Passage]:
         f"On text, it costs {text[0]} and {text[1]}",
         f"it costs {images[2]} on images and {text[2]} on text, at epsilon 1",
     ]
+    lines = {
+        (x["row"], x["privacy"]): x["score"][0]
+        for x in read("precision_at_epsilon", "row", "privacy", task="adapters")
+    }
+    plain, static, rotating = (
+        [lines[row, privacy] for privacy in ("epsilon 8", "none")]
+        for row in ("mixed_bfloat16", "nvfp4", "nvfp4, rotating")
+    )
+    of_static, of_rotating = (
+        [f"{100 * (x / y - 1):.1f} %" for x, y in zip(some, plain, strict=True)]
+        for some in (static, rotating)
+    )
+    texts.append(
+        f"in one run, it costs {of_static[0]} at epsilon 8 and {of_static[1]} without "
+        f"privacy, and with the coin {of_rotating[0]} and {of_rotating[1]}"
+    )
     return [Passage(page, text) for text in texts]
 
 

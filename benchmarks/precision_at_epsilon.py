@@ -2,11 +2,15 @@
 
 DPQuant (Gao et al., 2025) found that quantised training loses much more accuracy with
 DP-SGD than without, and that it helps to round other layers in each step. Here, the two
-tasks of `accuracy_tasks.py` are trained with products in formats of few bits, of all
-parameters, or of those for which a coin in each step says so, at two epsilons and
-without privacy. Seeds, data and optimizer are those of `accuracy_by_precision.py`.
+tasks of `accuracy_by_precision.py` are trained with products in formats of few bits, of
+all parameters, or of those for which a coin in each step says so, at two epsilons and
+without privacy. Seeds, data and optimizer are those of that benchmark. A third task
+adapts a language model, by the settings of `examples/finetune_llm.py`; one coin is for
+all of its frozen matrices.
 
     python -m benchmarks.precision_at_epsilon           # an hour on two cores
+    python -m benchmarks.precision_at_epsilon --task adapters --seeds 1 \
+        --privacy "epsilon 8" none --row mixed_bfloat16 mxfp8 nvfp4 "nvfp4, rotating"
 
 A line has the scores on held-out data of all seeds, computed in float32. All data are
 public.
@@ -18,7 +22,7 @@ import jax.numpy as jnp
 
 import dpmp
 from benchmarks import accuracy_by_precision, harness
-from benchmarks.accuracy_by_precision import DELTA, TASKS, Row
+from benchmarks.accuracy_by_precision import DELTA, LARGE, TASKS, Row
 
 
 def _rounded(products: str, share: float = 1.0) -> Row:
@@ -38,7 +42,7 @@ PRIVACY = {"epsilon 8": 8.0, "epsilon 1": 1.0, "none": None}
 
 
 def benchmark(
-    task: Annotated[str, harness.Each(TASKS)],
+    task: Annotated[str, harness.Each([*TASKS, *LARGE], default=tuple(TASKS))],
     privacy: Annotated[str, harness.Each(PRIVACY)],
     row: Annotated[str, harness.Each(ROWS)],
     seeds: int = 5,

@@ -87,8 +87,8 @@ def as_array(path: Any, x: Any) -> np.ndarray:
     _validate.fail(
         "examples must be numbers of a dtype that jax has, in arrays without masks. "
         "Turn text and categories into numbers (docs/data.md shows how) or leave them "
-        "out, pad lists of different lengths to one length, replace None, and pass "
-        "masks beside x.filled(0).",
+        "out, pad lists of different lengths to one length, replace None, make sparse "
+        "matrices dense, and pass masks beside x.filled(0).",
         column=jax.tree_util.keystr(path) or "(the only one)",
         type=type(x).__name__,
         content=name_of(array.dtype),

@@ -5,6 +5,8 @@ overflows, and 1e-15 becomes zero beside a float16. So the functions and datacla
 that users call convert every such scalar first.
 """
 
+import contextlib
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping
@@ -127,12 +129,12 @@ def is_scale(value: Any) -> bool:
 
 
 def _check(
-    kind: type[_Number], is_in_range: Callable[[Any], bool], range_: str, example: str
+    kind: type[_Number], is_in_range: Callable[[Any], bool], range_: str, usual: str
 ) -> Callable[..., _Number]:
     """Makes a check of the one keyword, which returns it as a Python number."""
     convert = as_number if kind is int else as_real
 
-    def check(*, fix: str = f"Use {example}, for example.", **value: Any) -> _Number:
+    def check(*, fix: str = f"Use {usual}.", **value: Any) -> _Number:
         ((name, given),) = value.items()
         number = convert(given)
         if not (type(number) is kind and is_in_range(number)):
@@ -142,15 +144,21 @@ def _check(
     return check
 
 
-positive_integer = _check(int, lambda x: x >= 1, "an integer of at least 1", "100")
-nonnegative_integer = _check(int, lambda x: x >= 0, "an integer of at least 0", "0")
-real = _check(float, lambda x: not math.isnan(x), "a number", "1.0")
-positive = _check(float, lambda x: 0 < x < math.inf, "a finite number above 0", "1.0")
-nonnegative = _check(
-    float, lambda x: 0 <= x < math.inf, "a finite number of at least 0", "0.0"
+positive_integer = _check(
+    int, lambda x: x >= 1, "an integer of at least 1", "1 or more"
 )
-probability = _check(float, lambda x: 0 < x <= 1, "in (0, 1]", "0.01")
-fraction = _check(float, lambda x: 0 < x < 1, "in (0, 1)", "0.01")
+nonnegative_integer = _check(
+    int, lambda x: x >= 0, "an integer of at least 0", "0 or more"
+)
+real = _check(float, lambda x: not math.isnan(x), "a number", "1.0, for example")
+positive = _check(
+    float, lambda x: 0 < x < math.inf, "a finite number above 0", "1.0, for example"
+)
+nonnegative = _check(
+    float, lambda x: 0 <= x < math.inf, "a finite number of at least 0", "0.0 or more"
+)
+probability = _check(float, lambda x: 0 < x <= 1, "in (0, 1]", "0.05 for 5 %")
+fraction = _check(float, lambda x: 0 < x < 1, "in (0, 1)", "0.95 for 95 %")
 
 
 def integer_in(allowed: range, required: str, **value: Any) -> int:
@@ -176,12 +184,26 @@ def booleans(**values: Any) -> None:
         boolean(**{name: given})
 
 
-def function(**value: Any) -> Callable[..., Any]:
-    """Checks that the one keyword can be called; returns it."""
+def function(
+    *arguments: str, fix: str = "Change its arguments.", **value: Any
+) -> Callable[..., Any]:
+    """Checks that the one keyword can be called, with `arguments`; returns it."""
     ((name, given),) = value.items()
+    wanted = f"{name} must be a function"
+    if arguments:
+        wanted += f" of ({', '.join(arguments)})"
     if not callable(given):
-        type_ = type(given).__name__
-        fail(f"{name} must be a function. Pass the function itself.", type=type_)
+        fail(f"{wanted}. Pass the function itself.", type=type(given).__name__)
+    signature = None
+    with contextlib.suppress(TypeError, ValueError):  # some callables have none
+        signature = inspect.signature(given)
+    try:
+        if signature and arguments:
+            signature.bind(*arguments)
+    except TypeError:
+        # Without defaults, which might be arrays of private data.
+        shown: Any = f"({', '.join(signature.parameters)})" if signature else ""
+        fail(wanted, fix=fix, **{name: shown})
     return given
 
 

@@ -190,7 +190,15 @@ def check(loss_scale: LossScale) -> None:
             shape=loss_scale.shape,
             dtype=loss_scale.dtype,
         )
-    elif not callable(loss_scale):
+    elif callable(loss_scale):
+        _validate.require(
+            loss_scale not in (by_loss, DynamicScale),
+            "loss_scale must be a scale, and not what makes one. Call it: by_loss(), "
+            "or DynamicScale().",
+            loss_scale=getattr(loss_scale, "__name__", ""),
+        )
+        _validate.function("loss", loss_scale=loss_scale)
+    else:
         _validate.require(
             _validate.is_scale(loss_scale),
             "loss_scale must be a power of two from 2^-40 to 2^40. Use 2.0**10, for "

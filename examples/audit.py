@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 
 import finetune_llm
 import finetune_transformer
+import finetuning
 import jax
 import jax.numpy as jnp
 import llm
@@ -204,7 +205,7 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--llm", action="store_true", help="SmolLM2 instead of a small transformer")
-    add("--epsilon", type=float, default=8.0, help="privacy budget")
+    add("--epsilon", type=finetuning.positive, default=8.0, help="privacy budget")
     add("--delta", type=float, default=1e-5, help="well below 1 / number of records")
     add("--seed", type=int, default=0, help="of the made-up records and the model")
     add("--output", type=pathlib.Path, default="runs/audit.svg", help="the picture")

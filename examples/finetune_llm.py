@@ -245,7 +245,7 @@ def parse_args() -> argparse.Namespace:
     add("--packed", action="store_true", help="keep a .gguf file's quantised matrices")
     add("--data", type=path, help="private records; else Python's own docstrings")
     add("--output", type=path, default="runs/llm", help="where results go")
-    add("--epsilon", type=float, default=8.0, help="privacy budget")
+    add("--epsilon", type=finetuning.positive, default=8.0, help="privacy budget")
     add("--noise", default="poisson", help="or another kind, as '4 bands'; or least")
     add("--delta", type=float, default=1e-5, help="well below 1 / number of records")
     add("--compare", action="store_true", help=finetuning.COMPARE_HELP)

@@ -275,7 +275,7 @@ def parse_args() -> argparse.Namespace:
     add, path = parser.add_argument, pathlib.Path
     add("--data", type=path, help="private records; else Python's own docstrings")
     add("--output", type=path, default="runs/transformer", help="where results go")
-    add("--epsilon", type=float, default=8.0, help="privacy budget")
+    add("--epsilon", type=finetuning.positive, default=8.0, help="privacy budget")
     add("--delta", type=float, default=1e-5, help="well below 1 / number of records")
     baseline = parser.add_mutually_exclusive_group().add_argument
     baseline("--no-privacy", action="store_true", help="neither clip nor add noise")

@@ -13,6 +13,14 @@ COMPARE_HELP = (
 )
 
 
+def positive(text: str) -> float:
+    """A number above 0, from the text of a flag."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text}.")
+    return number
+
+
 def check_delta(delta: float, num_examples: int) -> None:
     """Stops if delta would allow that a record is published."""
     if delta * num_examples >= 1:

@@ -173,6 +173,8 @@ def main():
     parser = argparse.ArgumentParser(description="jax_privacy and dpmp, side by side.")
     parser.add_argument("--steps", type=int, default=STEPS)
     steps = parser.parse_args().steps
+    if steps < 1:
+        parser.error(f"--steps must be at least 1; got {steps}.")
 
     data, held_out = make_data(1, NUM_EXAMPLES), make_data(2, 4000)
 

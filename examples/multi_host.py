@@ -193,6 +193,8 @@ def main():
         jax.config.update("jax_num_cpu_devices", args.devices)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         _join(args.coordinator, args.processes, args.process)
+    elif args.processes < 1 or args.devices < 1:
+        sys.exit("--processes and --devices must be at least 1.")
     elif not is_in_a_cluster():
         sys.exit(start_locally(args.processes))
     report(*train(args.steps, args.checkpoints), args.output)

@@ -152,7 +152,7 @@ def parse_args() -> argparse.Namespace:
     add("--prompt", default=PROMPT, help="what texts continue; {label} is replaced")
     add("--output", type=path, default="runs/synthetic", help="where results go")
     add("--num-texts", type=int, default=256, help="how many texts to write")
-    add("--epsilon", type=float, default=8.0, help="privacy budget")
+    add("--epsilon", type=finetuning.positive, default=8.0, help="privacy budget")
     add("--delta", type=float, default=1e-5, help="well below 1 / number of records")
     add("--compare", action="store_true", help="also train without privacy, and "
         "publish the results; for public data only")  # fmt: skip

@@ -19,6 +19,7 @@ import email
 import pathlib
 from typing import Any
 
+import finetuning
 import jax
 import numpy as np
 import optax
@@ -109,7 +110,7 @@ def main():
     """Pre-trains, fine-tunes privately, and prints the losses."""
     parser = argparse.ArgumentParser(description="Private LoRA with Tunix.")
     parser.add_argument("--data", type=pathlib.Path, help=records.FORMATS)
-    parser.add_argument("--epsilon", type=float, default=8.0)
+    parser.add_argument("--epsilon", type=finetuning.positive, default=8.0)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--pre-train-steps", type=int, default=150)
     parser.add_argument("--output", type=pathlib.Path, help="directory of the run")

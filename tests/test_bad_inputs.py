@@ -5,6 +5,7 @@ function of the user is traced, and shows no value of the data and no key.
 """
 
 import functools
+import pathlib
 import re
 import types
 from functools import partial
@@ -17,7 +18,16 @@ import optax
 import pytest
 
 import dpmp
-from dpmp import GridArray, accounting, batch_selection, lora, loss_scaling, planning
+from dpmp import (
+    GridArray,
+    accounting,
+    audit,
+    batch_selection,
+    lora,
+    loss_scaling,
+    planning,
+    strategies,
+)
 from dpmp.__main__ import main
 from dpmp.engines.book_keeping import measure_condition_numbers, summarize
 from dpmp.loss_scaling import ScaledLoss
@@ -147,6 +157,11 @@ def guarantee(step=None, **fields):
     return dpsgd(**{"delta": 1e-5} | fields).guarantee(step)
 
 
+canaries = partial(audit.canaries, mechanism=dpsgd(delta=1e-5))
+memorization = partial(
+    audit.memorization, np.ones(64), is_in=np.arange(64) % 2 == 0, delta=1e-5
+)
+metrics = dpmp.ReleasedMetrics(fraction_clipped=True)
 adaptive = partial(dpmp.AdaptiveClipNorm, initial=1.0)
 ADAPTIVE = adaptive()
 plans = partial(
@@ -176,9 +191,9 @@ def trained():
     return jax.tree.map(lambda x: x + 1, adapters())
 
 
-def sharding(*axes):
+def sharding(*axes, x="model"):
     types = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=types)
+    mesh = jax.make_mesh((1, 1), ("data", x), axis_types=types)
     return jax.NamedSharding(mesh, jax.P(*axes))
 
 
@@ -211,11 +226,12 @@ class Singles:
 TABLE = {
     trainer: [
         ("mechanism", None),
-        ("optimizer", "adam", optax.adam),
+        ("optimizer", "adam", optax.adam, optax.MultiSteps(optax.sgd(0.1), 2)),
         ("policy", "bf16", jnp.bfloat16),
         ("loss_fn", None, lambda params, batch, key: 0.0),
         ("loss_fn must be", {"uses_prng_key": True}),
-        ("loss_scale", 3.0, "dynamic"),
+        ("loss_scale", 3.0, "dynamic", loss_scaling.by_loss, loss_scaling.DynamicScale),
+        ("loss_scale must be a function of", "loss_scale", lambda: 1.0),
         ("uses_prng_key", "no", 1),
         ("prng_key", 12345678, jax.random.PRNGKey(1), jax.random.split(KEY)),
     ],
@@ -229,6 +245,17 @@ TABLE = {
             {"w": "weights"},
             {"w": np.array([1.0, None], object)},
             {"w": np.ones(3, np.complex64)},
+        ),
+        ("params must be finite", "params", {"w": np.array([1.0, np.nan], "float32")}),
+        (
+            "params must be arrays",
+            "params",
+            {"w": jax.ShapeDtypeStruct((3,), jnp.float32)},
+        ),
+        (
+            "all params must be sharded over one",
+            "params",
+            {name: jax.device_put(FLOATS, sharding(name, x=name)) for name in "ab"},
         ),
     ],
     fit: [
@@ -244,7 +271,8 @@ TABLE = {
             "/tmp/" + "long" * 1000,
         ),
         ("stop_at", 3, -1, 1.5),
-        ("callback", 3),
+        ("callback", 3, "print"),
+        ("callback must be a function of (state)", "callback", lambda: None, dict.get),
         ("sensitive_callback", "print"),
         ("prefetch", -1, 1.5, None, True),
         ("every", 0),
@@ -268,6 +296,8 @@ TABLE = {
             {name: x[:8] for name, x in DATA.items()},
             np.float32(SECRET),
             iter(DATA["x"]),
+            Broken,
+            pathlib.Path("data.npz"),
         ),
         (
             "examples must be numbers",
@@ -338,6 +368,7 @@ TABLE = {
     dpmp.ReleasedMetrics: [
         ("at least one metric must", {}),
         ("largest_loss", 0.0),
+        ("fraction_clipped", "yes", 1),
         ("norm_share must be", {"fraction_clipped": True, "norm_share": -1.0}),
     ],
     dpmp.AutomaticClipping: [("stability", 0.0, "0.1", 1e-30)],
@@ -347,6 +378,12 @@ TABLE = {
         ("learning_rate", -1),
         ("norm_share", np.inf),
         ("clip norms must satisfy", {"highest": 0.5}, {"lowest": 1e-30}),
+    ],
+    metrics.stddev: [
+        (
+            "name must be",
+            {"name": "norm", "noise_multiplier": 1.0, "expected_batch_size": 4},
+        )
     ],
     clip: [
         ("every l2_clip_norm must", "l2_clip_norm", 0.0, -1.0, {"a": 1.0, "b": 0.0}),
@@ -428,7 +465,7 @@ TABLE = {
     ],
     policy: [
         ("param_dtype must be float32", "param_dtype", "float16"),
-        ("compute_dtype", "int8", "bf16"),
+        ("compute_dtype", "int8", "bf16", "float8_e4m3fn"),
         ("matmul_precision", "fast"),
         ("float32_paths", "norm", 3),
         (
@@ -443,6 +480,7 @@ TABLE = {
         ("an expression in products must be a valid", "products", {"(": "int8"}),
         ("a rule must be a pair", "products", [3.0]),
         ("rounded_share must be in", "rounded_share", 0.0),
+        ("rounded_share must be 1", "rounded_share", 0.5),
     ],
     dpmp.Policy.from_name: [("policy must be", "name", "fp16")],
     dpmp.autocast: [
@@ -503,7 +541,7 @@ TABLE = {
     ],
     adapters: [
         ("at least one array must", "targets", "kernal"),
-        ("a selection must be", "targets", "("),
+        ("a selection must be", "targets", "(", None, str.isupper, re.compile("k")),
         ("rank", 0),
     ],
     adapters_of: [
@@ -519,7 +557,18 @@ TABLE = {
         ("delta", 1.0),
         ("num_processed", 0),
         ("there must be 32", "num_examples", 20),
+        ("sizes", 64),
     ],
+    planning.plan_to_start_from: [("there must be a plan", "plans", [])],
+    partial(planning.compare_noise, epsilon=1.0, delta=1e-5): [("mechanism", None)],
+    canaries: [
+        ("seed", -1),
+        ("confidence", 99),
+        ("num_canaries", 0),
+        ("mechanism", None),
+    ],
+    memorization: [("claimed", -1), ("losses must be", "is_in", np.arange(64) % 2)],
+    strategies.banded_toeplitz: [("bands must be", {"bands": 8, "iterations": 4})],
     estimated: [
         ("policy", "half"),
         ("method", "ghost"),
@@ -527,6 +576,10 @@ TABLE = {
         ('"exact" sums must be used with', BOOK_KEEPING | {"arithmetic": "exact"}),
         ("microbatch_size must divide the", "microbatch_size", 3),
         ("microbatch_size must be", "microbatch_size", 0),
+    ],
+    partial(estimate_memory, **OPTIONS): [
+        ("params and batch must be", {"params": x, "batch": BATCH})
+        for x in (None, 10**9, {"w": "a text"})
     ],
     compiled: [
         ("microbatch_size must divide the", "microbatch_size", 3),
@@ -566,6 +619,18 @@ CALLED = {
     ],
     "step must be below": [lambda: train_step(at_step(2))],
     "epochs must be": [lambda: dpmp.DPSGD.from_epochs(epochs=0, **FIELDS_OF_EPOCHS)],
+    "the mechanism must decide": [
+        lambda: dpsgd().clipped_grad(linear, l2_clip_norm=2.0),
+        lambda: dpsgd().clipped_grad(linear, normalize_by=1.0),
+    ],
+    "the mechanism must clip": [
+        lambda: dpsgd().without_privacy().calibrate(epsilon=1.0, delta=1e-5)
+    ],
+    "the sum must have the sensitivity": [
+        lambda: dpsgd().privatizer(KEY).update(exact_sum(), None)
+    ],
+    "noise_state must be": [lambda: privatizer(prng_key=KEY).update(FLOATS, {})],
+    "spmd_axis_name must": [lambda: clip(spmd_axis_name=1)],
     "a mechanism must": [lambda: dpsgd().clipped_grad(linear, nan_safe=False)],
     "the gradient must": [
         lambda: dpsgd(num_parameters=2).privatizer(KEY).update(FLOATS, None)
@@ -670,15 +735,39 @@ EPSILON = ["epsilon", *RUN, "--noise-multiplier", "1", "--delta", "1e-5"]
 CALIBRATE = ["calibrate", *RUN, "--epsilon", "1", "--delta", "1e-5"]
 STATEMENT = ["statement", *CALIBRATE[1:]]
 PLAN = ["plan", "--num-examples", "99", "--processed", "99", *CALIBRATE[-4:]]
+PROCESSED = ["--num-examples", "999", "--processed", "999"]
 # The last value of a flag counts.
 COMMANDS = {
     "noise_multiplier must": [*EPSILON, "--noise-multiplier", "-1"],
     "iterations must": [*CALIBRATE, "--steps", "0"],
     "every l2_clip_norm must": [*STATEMENT, "--clip-norm", "-1"],
     "there must be 32 examples": [*PLAN, "--num-examples", "20"],
-    "memory must come with a model": [*PLAN, "--memory", "16"],
+    "must come with it; got memory=16.0": [*PLAN, "--memory", "16"],
+    "must come with it; got rank=8": [*PLAN, "--rank", "8"],
+    "steps must be at most": [*PLAN, *PROCESSED, "--steps", "99999"],
     "size must": ["devices", "--size", "0"],
 }
+
+
+def test_an_optimizer_with_a_line_search_is_refused():
+    made = trainer(optimizer=optax.lbfgs())
+    with pytest.raises(ValueError, match=r"optimizer\.update must be .*line search"):
+        made.fit(made.init(PARAMS), DATA, progress=False)
+
+
+def test_a_loss_that_closes_over_as_many_rows_as_examples_is_warned_of():
+    data = jnp.ones((100, 3))
+
+    def closed(params, batch):
+        return jnp.mean(data @ params["w"]) * batch[0, 0]
+
+    def fit(**fields):
+        made = trainer(loss_fn=closed, mechanism=dpsgd(num_examples=100, **fields))
+        made.fit(made.init(PARAMS), data, progress=False)
+
+    with pytest.warns(UserWarning, match="closes over an array with 100 rows"):
+        fit()
+    fit(neighboring_relation=ADD_OR_REMOVE)  # the number of examples is private
 
 
 @pytest.mark.parametrize("required", COMMANDS)

@@ -84,7 +84,7 @@ def least_noise_multiplier(
     Raises:
       ValueError: if the target needs a noise multiplier above 1e9.
     """
-    confirmed = []
+    guess, confirmed = _validate.positive(guess=guess), []
 
     @functools.cache
     def excess(log_noise: float) -> float:

@@ -80,6 +80,7 @@ def clipped_fun(
     Raises:
       ValueError: see `clipped_grad`.
     """
+    _validate.function(fun=fun)
     _validate.booleans(
         has_aux=has_aux,
         keep_batch_dim=keep_batch_dim,

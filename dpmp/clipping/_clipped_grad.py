@@ -205,6 +205,7 @@ def clipped_grad(
       section 3 (rescaling)](https://arxiv.org/abs/2204.13650)
     """
     check_method(method, pre_clipping_transform)
+    _validate.function(fun=fun)
     _validate.booleans(
         keep_batch_dim=keep_batch_dim,
         has_aux=has_aux,

@@ -105,7 +105,12 @@ class ReleasedMetrics:
         guess = "Use a public guess, such as the loss of random predictions."
         positive = functools.partial(_validate.positive, fix=guess)
         _validate.fields(self, largest_loss=_validate.optional(positive))
-        _validate.fields(self, norm_share=_validate.positive)
+        _validate.fields(
+            self,
+            norm_share=_validate.positive,
+            fraction_clipped=_validate.boolean,
+            fraction_overflowed=_validate.boolean,
+        )
         _validate.require(
             bool(self.names),
             "at least one metric must be released. Choose one, or leave "
@@ -148,6 +153,7 @@ class ReleasedMetrics:
         self, name: str, noise_multiplier: float, expected_batch_size: float
     ) -> float:
         """The standard deviation of the noise on a metric, in the metric's own unit."""
+        _validate.one_of(self.names, name=name)
         noise_multiplier = as_real(noise_multiplier)
         expected_batch_size = as_real(expected_batch_size)
         if name == "overflowed":

@@ -64,7 +64,14 @@ class Shards:
         """Makes shards from the argument `spmd_axis_name` of `clipped_grad`."""
         if isinstance(given, Shards):
             return given
-        return cls((given,) if isinstance(given, str) else tuple(given or ()))
+        given = (given,) if isinstance(given, str) else given or ()
+        _validate.require(
+            isinstance(given, Sequence) and all(isinstance(x, str) for x in given),
+            'spmd_axis_name must be names of axes of the mesh. Use "data", or a tuple '
+            "of names.",
+            spmd_axis_name=given,
+        )
+        return cls(tuple(given))
 
     @property
     def size(self) -> int:

@@ -136,10 +136,10 @@ class Signature:
         # The sizes are not shown: one of them may be the number of drawn examples.
         _validate.require(
             len(set(sizes.values())) == 1 and () not in sizes.values(),
-            "all batched arguments must have one leading axis of the same size. Stack "
-            "the examples along axis 0, pad them as the mask, or correct "
-            "batch_argnums.",
-            without_axis=[name for name, x in sizes.items() if not x],
+            "all batched arguments must be arrays with one leading axis of the same "
+            "size. Stack the examples along axis 0 (of lists, make arrays), pad them "
+            "as the mask, or correct batch_argnums.",
+            without_axis=[name for name, x in sizes.items() if not x][:4],
             of_equal_size=[
                 [name for name, x in sizes.items() if x == size]
                 for size in dict.fromkeys(filter(None, sizes.values()))

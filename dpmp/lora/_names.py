@@ -1,7 +1,7 @@
 """Names of the arrays of a model, and functions that select arrays by name."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +58,12 @@ def select(tree: PyTree, **selection: Any) -> list[str]:
         pattern = _pattern(given)
         selected = [path for path in paths if pattern.search(path)]
     else:
+        _validate.require(
+            isinstance(given, Collection) and all(isinstance(x, str) for x in given),
+            "a selection must be a regular expression, as a text, or a list of names",
+            fix=fix,
+            **selection,
+        )
         unknown = sorted({*given} - {*paths})
         _validate.require(
             not unknown,

@@ -37,8 +37,10 @@ from dpmp.mechanism._privacy_cost import PrivacyCost
 from dpmp.numerics import (
     Arithmetic,
     arithmetic_without_privacy,
+    is_grid,
     num_entries,
     parse_arithmetic,
+    unit_of,
 )
 from dpmp.strategies import Strategy
 
@@ -165,6 +167,12 @@ class DPSGD:
         Raises:
           ValueError: if the target is out of range or cannot be reached.
         """
+        _validate.require(
+            self._is_clipped,
+            "the mechanism must clip to be private. Calibrate the one that "
+            "without_privacy() was called on, or use a finite clip norm.",
+            l2_clip_norm=self.l2_clip_norm,
+        )
         noise_multiplier = _privacy_cost.calibrate(
             self._cost_with(0.0), self.iterations, epsilon=epsilon, delta=delta
         )
@@ -227,6 +235,12 @@ class DPSGD:
     def cycle_length(self) -> int:
         """The number of groups of examples that take turns; 1 without a strategy."""
         return self.strategy.cycle_length if self.strategy else 1
+
+    @property
+    def hides_size(self) -> bool:
+        """Whether the number of examples is private: neighbours differ in it."""
+        relations = dp_accounting.NeighboringRelation
+        return self.neighboring_relation is relations.ADD_OR_REMOVE_ONE
 
     @property
     def largest_group(self) -> int:
@@ -335,18 +349,22 @@ class DPSGD:
         metrics = self.released_metrics
         if counts_overflows:
             metrics = ReleasedMetrics.with_overflows(metrics)
-        return clipping.clipped_grad(
-            fun,
-            argnums,
-            l2_clip_norm=with_clip_norm(self._clip_norm_tree, clip_norm),
-            rescale_to_unit_norm=self._is_in_clip_norms,
-            normalize_by=self.expected_batch_size,
-            released_metrics=metrics,
-            microbatch_size=self.microbatch_size,
-            method=self._engine,
-            arithmetic=self._sums_on_grid,
-            **kwargs,
+        own: dict[str, Any] = {
+            "l2_clip_norm": with_clip_norm(self._clip_norm_tree, clip_norm),
+            "rescale_to_unit_norm": self._is_in_clip_norms,
+            "normalize_by": self.expected_batch_size,
+            "released_metrics": metrics,
+            "microbatch_size": self.microbatch_size,
+            "method": self._engine,
+            "arithmetic": self._sums_on_grid,
+        }
+        _validate.require(
+            own.keys().isdisjoint(kwargs),
+            "the mechanism must decide on clipping, scale and arithmetic, so that its "
+            "noise fits them. Set these in DPSGD(...).",
+            given=sorted(own.keys() & kwargs.keys()),
         )
+        return clipping.clipped_grad(fun, argnums, **own, **kwargs)
 
     def privatizer(
         self, prng_key: jax.Array | None = None
@@ -361,7 +379,7 @@ class DPSGD:
 
         Raises:
           ValueError: before calibration, or (by `update`) for a gradient with more than
-            `num_parameters` entries.
+            `num_parameters` entries, or on the grid of another mechanism.
         """
         if self.strategy is None or not self.has_correlated_noise:
             privatizer = noise_addition.gaussian_privatizer(
@@ -385,6 +403,15 @@ class DPSGD:
                 entries=entries,
                 fix=f"Use DPSGD(num_parameters={entries}).",
             )
+            if self.resolution is not None:
+                unit = unit_of(self._clip_norms.l2_norm_bound, self.resolution)
+                leaves = jax.tree.leaves(grads, is_leaf=is_grid)
+                _validate.require(
+                    all(x.unit == unit for x in leaves if is_grid(x)),
+                    "the sum must have the sensitivity that the noise is for. Use "
+                    "clipped_grad and privatizer of one mechanism.",
+                    sum_of_clipped_grads="a sum on another grid",
+                )
             return privatizer.update(updates, state, params)
 
         return optax.GradientTransformation(privatizer.init, update)
@@ -502,12 +529,10 @@ class DPSGD:
     @functools.cached_property
     def _largest_batch(self) -> int:
         """The size to which larger batches are truncated."""
-        relations = dp_accounting.NeighboringRelation
-        is_protected = self.neighboring_relation is relations.ADD_OR_REMOVE_ONE
         given = self.truncated_batch_size
         if given is None:
             return accounting.choose_truncated_batch_size(
-                self.largest_group + is_protected,
+                self.largest_group + self.hides_size,
                 cast("float", self.sampling_prob),
                 multiple_of=self.microbatch_size or 1,
                 # Nothing but delta can pay for truncation there. If the size depended
@@ -515,7 +540,7 @@ class DPSGD:
                 num_batches=2**20 if self.steps_per_epoch else 1,
             )
         # A given size is not lowered where it would give away the size of the data.
-        return given if is_protected else min(given, self.num_examples)
+        return given if self.hides_size else min(given, self.num_examples)
 
     def _cost_with(self, noise_multiplier: float) -> PrivacyCost:
         return PrivacyCost(

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import dp_accounting
 import jax
 
 from dpmp import _validate, accounting
@@ -41,9 +40,8 @@ def chosen_names(mechanism: Any) -> dict[str, str]:
         None if isinstance(x, Default) else x
         for x in (mechanism.method, mechanism.arithmetic)
     )
-    relations = dp_accounting.NeighboringRelation
-    has_slots = mechanism.neighboring_relation is not relations.ADD_OR_REMOVE_ONE
     if method is None:
+        has_slots = not mechanism.hides_size
         method = Default(default_method(arithmetic, has_fixed_slots=has_slots))
     if arithmetic is None:
         arithmetic = Default(default_arithmetic(method))
@@ -55,7 +53,6 @@ def check_strategy(mechanism: Any) -> None:
     strategy = mechanism.strategy
     if strategy is None or strategy.bands == 1:
         return
-    relations = dp_accounting.NeighboringRelation
     for is_met, required in (
         (mechanism.sampling == POISSON, 'sampling must be "poisson"'),
         (strategy.iterations >= mechanism.iterations, "it must be for all iterations"),
@@ -80,7 +77,7 @@ def check_strategy(mechanism: Any) -> None:
             "its examples take part",
         ),
         (
-            mechanism.neighboring_relation is not relations.ADD_OR_REMOVE_ONE,
+            not mechanism.hides_size,
             "examples must have fixed places, and none be added or removed",
         ),
     ):
@@ -130,7 +127,8 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
             batch_size <= num_examples,
             "expected_batch_size must be at most num_examples",
             **sizes,
-            fix="Use a smaller batch.",
+            fix="Use a smaller batch, unless num_examples counts something else than "
+            "examples: for a dict or tuple of arrays, `len` counts the arrays.",
         )
         # Only one of the groups takes part in a step.
         prob = batch_size * mechanism.cycle_length / num_examples

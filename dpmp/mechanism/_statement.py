@@ -138,7 +138,7 @@ def _describe_strategy(mechanism: Any) -> str:
 
 def _describe_number(mechanism: Any) -> str:
     """Says who knows the number of examples."""
-    if mechanism.neighboring_relation is not _Relation.ADD_OR_REMOVE_ONE:
+    if not mechanism.hides_size:
         return f"The number of examples, {mechanism.num_examples}, is public."
     text = (
         "The number of examples is protected too. The sampling probability, the batch "

@@ -274,6 +274,11 @@ def _privatizer(
         sums = [x if is_grid(x) else as_device_dtypes(x) for x in sums]
         for i, x in enumerate(sums):
             check_before_noise(x, i)
+        _validate.instance(
+            NoiseState,
+            "Use noise_state = privatizer.init(params), and then what update returns.",
+            noise_state=noise_state,
+        )
         noisy, past = list(map(to_float, sums)), noise_state.past
         if stddev:
             noisy, past = with_noise(sums, noise_state)

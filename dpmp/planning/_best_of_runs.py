@@ -144,9 +144,10 @@ class BestOfRuns:
           ValueError: if there are no candidates.
         """
         _validate.require(
-            len(candidates) > 0,
-            "there must be a candidate. Pass a list of settings",
-            candidates=len(candidates),
+            isinstance(candidates, Sequence) and len(candidates) > 0,
+            "candidates must be a list with at least one setting. Pass [1e-3, 1e-2], "
+            "for example.",
+            type=type(candidates).__name__,
         )
         # Rounded up: a search that ends a little earlier costs a little less.
         end = math.ceil(2**64 / Fraction(self.expected_runs))

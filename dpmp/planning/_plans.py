@@ -86,6 +86,9 @@ def compare_batch_sizes(
     num_processed = _validate.positive(
         num_processed=num_processed, fix="Use 10 * num_examples, for example."
     )
+    _validate.instance(
+        (Sequence, type(None)), "Use sizes=[64, 128], or None.", sizes=sizes
+    )
     largest = min(num_examples / 2, num_processed / _FEWEST_STEPS)
     if sizes is None:
         sizes = [2**k for k in range(4, 40) if 2**k <= largest][-_NUM_SIZES:]
@@ -162,6 +165,8 @@ def compare_noise(
       ValueError: if a number is out of range, or Poisson sampling cannot meet the
         target.
     """
+    fix = "Use dpmp.DPSGD(...), or the mechanism of your trainer."
+    _validate.instance(DPSGD, fix, mechanism=mechanism)
     steps = mechanism.iterations
     of_epoch = round(mechanism.num_examples / mechanism.expected_batch_size)
     independent = strategies.banded_toeplitz(1, iterations=steps)
@@ -195,6 +200,11 @@ def plan_to_start_from(plans: Sequence[Plan]) -> Plan:
     Larger batches have less relative noise, and smaller batches make more steps. So
     this is the plan with the most steps within 25 % of the best `signal_over_noise`.
     """
+    _validate.require(
+        bool(plans),
+        "there must be a plan. Pass what compare_batch_sizes returns.",
+        plans=plans,
+    )
     best = max(plan.signal_over_noise for plan in plans)
     good = [x for x in plans if x.signal_over_noise >= _NEARLY_BEST * best]
     return min(good, key=lambda plan: plan.batch_size)

@@ -118,6 +118,8 @@ def _epsilon(args: argparse.Namespace) -> _Result:
     """Computes epsilon for a noise multiplier."""
     epsilon = _mechanism(args).guarantee().epsilon
     text = f"epsilon {round_up(epsilon)} at delta {args.delta}"
+    if args.delta >= 1 / args.num_examples:
+        text += ", which allows that one of the examples is published: use less"
     finite = epsilon if math.isfinite(epsilon) else None  # JSON has no infinity
     return text, {"epsilon": finite, "delta": args.delta}
 

@@ -101,11 +101,14 @@ def _run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     """Yields paragraphs as soon as they are known, and puts figures into `result`."""
     model = _model(args)
+    given = {"memory": args.memory, "rank": args.rank, "rate": args.rate}
+    given["length"] = args.length if args.length != _COUNTS["--length"][0] else None
+    unused = {name: x for name, x in given.items() if x is not None}
     _validate.require(
-        model is not None or args.memory is None,
-        "memory must come with a model. Add --parameters or --config, or leave "
-        "--memory out.",
-        memory=args.memory,
+        model is not None or not unused,
+        "what is asked about a model must come with it. Add --parameters or --config, "
+        "or leave these out.",
+        **unused,
     )
     if model is not None:
         fix = "Pass --memory 24, for example, for a device with 24 GB."
@@ -132,6 +135,13 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     start = plan_to_start_from(plans)
     if args.steps:
         processed = calibrate.keywords["num_processed"]
+        _validate.require(
+            args.steps <= processed,
+            "steps must be at most the number of examples in all batches. Use fewer "
+            "steps, or more --epochs.",
+            steps=args.steps,
+            examples=processed,
+        )
         (start,) = calibrate(sizes=[max(1, round(processed / args.steps))])
         plans = sorted({*plans, start}, key=lambda plan: plan.batch_size)
     result["plans"] = [_as_json(plan, start) for plan in plans]

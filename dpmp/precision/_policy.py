@@ -78,6 +78,17 @@ class Policy:
             products=_rules.parse,
             rounded_share=_validate.probability,
         )
+        _validate.require(
+            self.compute_dtype.itemsize >= 2,
+            "compute_dtype must have at least 16 bits. For products in float8, use "
+            'Policy(jnp.float32, jnp.bfloat16, products="float8").',
+            compute_dtype=self.compute_dtype.name,
+        )
+        _validate.require(
+            bool(self.products) or self.rounded_share == 1,
+            "rounded_share must be 1 if no products are rounded. Pass products too.",
+            rounded_share=self.rounded_share,
+        )
         is_bfloat16 = self.param_dtype == jnp.bfloat16
         _validate.require(
             is_bfloat16 if self.stochastic_rounding else self.param_dtype.itemsize >= 4,

@@ -40,6 +40,8 @@ def parse(products: Any) -> Rules:
         return ()
     if isinstance(products, str):
         products = {"": products}
+    if hasattr(products, "module_path"):  # a rule of qwix
+        products = (products,)
     if isinstance(products, Mapping):
         products = tuple(products.items())
     _validate.require(

@@ -15,7 +15,6 @@ Messages name types, shapes and dtypes. They never show a value.
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,25 +33,13 @@ _RECIPES = "Recipes for Flax, Equinox, Haiku and Keras are in docs/recipes.md."
 def check_loss(loss_fn: Any, *, uses_prng_key: bool) -> None:
     """Raises ValueError unless the loss can be called with the trainer's arguments."""
     arguments = ("params", "batch", "key") if uses_prng_key else ("params", "batch")
-    wanted = f"loss_fn must be a function of ({', '.join(arguments)})"
-    given = type(loss_fn).__name__
-    _validate.require(
-        callable(loss_fn), f"{wanted}. Pass the function itself.", loss_fn=given
+    _validate.function(
+        *arguments,
+        loss_fn=loss_fn,
+        fix="A batch is one argument, a tuple or a dict if it has several arrays. With "
+        "uses_prng_key=True, the loss is given a key of its own for each example, for "
+        "dropout and the like.",
     )
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # some callables have no signature
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        _validate.fail(
-            f"{wanted}. With uses_prng_key=True, the loss is given a key of its own "
-            "for each example, for dropout and the like.",
-            # Without defaults, which might be arrays of private data.
-            loss_fn=f"({', '.join(signature.parameters)})",
-            uses_prng_key=uses_prng_key,
-        )
 
 
 def with_checked_result(loss_fn: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -107,6 +94,9 @@ _BATCH_NORM = (
     "in private training: use GroupNorm or LayerNorm."
 )
 
+# An array with fewer rows than this is probably a part of the model.
+_MANY = 100
+
 _NO_KEY = (
     "the model needs a key. Pass uses_prng_key=True, and hand the key that the loss is "
     "given to the model: "
@@ -142,11 +132,13 @@ def check_program(
     num_columns: int,
     takes_key: bool,
     compute_dtype: Any,
+    num_examples: int | None = None,
 ) -> None:
     """Checks the jaxpr of a loss, with parameters and then columns as arguments.
 
     The loss receives parameters and float inputs in `compute_dtype`. Raises ValueError
     if nothing reads the parameters or the batch, and warns of the other mistakes.
+    `num_examples` is None if it is private.
     """
     read = interpreter.variables_read(jaxpr)
     all_read = set().union(*read)
@@ -175,6 +167,14 @@ def check_program(
         "(jax.sharding.AxisType.Auto,) * number_of_axes.",
         axes="explicit",
     )
+    rows = {x.aval.shape[:1] for x in jaxpr.constvars if x in all_read}
+    if num_examples and num_examples >= _MANY and (num_examples,) in rows:
+        warn(
+            f"loss_fn closes over an array with {num_examples} rows, as many as there "
+            "are examples. If it holds data, nothing protects it: all examples would "
+            "see all of it. Make it a column of the dataset, from which the loss "
+            "is given its example's row."
+        )
     if not takes_key and not names.isdisjoint(primitives.RANDOM):
         warn(
             "loss_fn draws random numbers from a key that never changes, so that they "

@@ -324,6 +324,8 @@ def checked_path(directory: Any) -> pathlib.Path:
     try:
         is_directory = stat.S_ISDIR(path.stat().st_mode)
         reason = None if is_directory else "a file of this name"
+        if (path / _CHECKPOINTS).is_file():
+            reason = f"a file in it has the name {_CHECKPOINTS}"
     except OSError as error:
         reason = None if isinstance(error, FileNotFoundError) else error.strerror
     _validate.require(

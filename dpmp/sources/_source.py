@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -61,7 +62,7 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
         source = {name: source[name] for name in source.columns}
     is_iterator = hasattr(source, "__next__") and not hasattr(source, "__getitem__")
     _validate.require(
-        not (is_iterator or type(source) in (str, bytes)),
+        not (is_iterator or type(source) in (str, bytes, type)),
         "the dataset must be arrays, or an object with __getitem__ and __len__",
         dataset=type(source).__name__,
         fix=_in_place_of(source),
@@ -110,7 +111,7 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
 
 def _in_place_of(source: Any) -> str:
     """Says what to pass in place of something that is not a dataset."""
-    if isinstance(source, str | bytes):
+    if isinstance(source, str | bytes | os.PathLike):
         return "Load the file: pandas.read_csv, or np.load(path, mmap_mode='r')."
     if isinstance(source, list | tuple):
         return 'Stack a list of examples: {"x": np.stack([row["x"] for row in rows])}.'

@@ -144,8 +144,8 @@ def _checked_sizes(iterations: Any, bands: Any, fewest: int) -> tuple[int, int]:
     )
     return iterations, _validate.integer_in(
         range(fewest, iterations + 1),
-        f"bands must be from {fewest} to iterations = {iterations}. Use 8, for "
-        "example.",
+        f"bands must be from {fewest} to iterations = {iterations}. Use "
+        f"{min(8, iterations)}, for example.",
         bands=bands,
     )
 

@@ -5,6 +5,7 @@ Messages name paths, types, shapes and dtypes. They never show a value.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,7 +49,8 @@ def check_types(
     )
     fix = "Use dpmp.DPSGD(...).calibrate(...)."
     _validate.instance(DPSGD, fix, mechanism=mechanism)
-    fix = "Use optax.adam(1e-3)."
+    fix = "Use optax.adam(1e-3), for example. Of optax.MultiSteps, pass what its "
+    fix += "gradient_transformation() returns; larger batches have less noise."
     _validate.instance(optax.GradientTransformation, fix, optimizer=optimizer)
     _validate.boolean(uses_prng_key=uses_prng_key)
 
@@ -228,7 +230,41 @@ def as_params(params: PyTree) -> PyTree:
             leaf=jax.tree_util.keystr(path) or "(params itself)",
             type=type(leaf).__name__ if dtype is None else str(dtype),
         )
+        _validate.require(
+            not isinstance(leaf, jax.ShapeDtypeStruct),
+            "params must be arrays. Initialise the model first.",
+            leaf=jax.tree_util.keystr(path),
+            type="ShapeDtypeStruct",
+        )
+    places = [getattr(x, "sharding", None) for _, x in leaves]
+    meshes = {x.mesh for x in places if isinstance(x, jax.NamedSharding)}
+    _validate.require(
+        len(meshes) <= 1,
+        "all params must be sharded over one mesh. Put them on it by jax.device_put.",
+        meshes=[dict(mesh.shape) for mesh in meshes],
+    )
     return params
+
+
+def check_finite(params: PyTree) -> None:
+    """Raises ValueError if initial parameters, which are public, are not finite."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    arrays = [x for _, x in leaves]
+    if any(isinstance(x, jax.core.Tracer) for x in arrays) or any(
+        not getattr(x, "is_fully_addressable", True) for x in arrays
+    ):
+        return
+    finite = jax.jit(lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]))(arrays)
+    _validate.require(
+        bool(np.all(finite)),
+        "params must be finite: with NaN, no example would contribute anything. "
+        "Initialise the model again.",
+        leaves=[
+            jax.tree_util.keystr(path)
+            for (path, _), is_finite in zip(leaves, np.asarray(finite), strict=True)
+            if not is_finite
+        ],
+    )
 
 
 def _value(leaf: Any) -> Any:
@@ -255,8 +291,10 @@ class Options:
     def __post_init__(self):
         _validate.fields(
             self,
-            callback=_validate.optional(_validate.function),
-            sensitive_callback=_validate.optional(_validate.function),
+            callback=_validate.optional(partial(_validate.function, "state")),
+            sensitive_callback=_validate.optional(
+                partial(_validate.function, "outputs")
+            ),
             progress=_validate.boolean,
             prefetch=_validate.nonnegative_integer,
             every=_validate.positive_integer,

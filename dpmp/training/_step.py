@@ -233,13 +233,14 @@ class Step:
         args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
         keys = [jax.eval_shape(_model_key, np.zeros(4, np.uint32))]
         keys = keys if self.uses_prng_key else []
-        dtype = self.policy.compute_dtype
+        dtype, mechanism = self.policy.compute_dtype, self.mechanism
         check = functools.partial(
             losses.check_program,
             num_params=len(jax.tree.leaves(args[0])),
             num_columns=len(jax.tree.leaves(args[1])),
             takes_key=self.uses_prng_key,
             compute_dtype=dtype,
+            num_examples=None if mechanism.hides_size else mechanism.num_examples,
         )
         loss_fn, drawn = self._loss_in_product_precision(state)
         of_params = jax.tree.map(_meshes.spec_of, state.params)
@@ -391,11 +392,18 @@ class Step:
         # This fraction costs nothing (`clipping/_joint_sums.py`). The size of the batch
         # is sensitive, so that the expected size stands in for it.
         overflowed = released.num_overflows / self.mechanism.expected_batch_size
-        updates, opt_state = self.optimizer.update(
-            self.policy.cast_to_update(released.noisy_grads),
-            state.opt_state,
-            self.policy.cast_to_update(state.params),
+        noisy, params = map(
+            self.policy.cast_to_update, (released.noisy_grads, state.params)
         )
+        try:
+            updates, opt_state = self.optimizer.update(noisy, state.opt_state, params)
+        except TypeError as error:
+            _validate.fail(
+                "optimizer.update must be a function of (updates, state, params). A "
+                "line search needs losses, which have no noise: use an optimizer "
+                "without it, such as optax.adam(1e-3).",
+                reason=str(error),
+            )
         return state._replace(
             step=state.step + 1,
             params=self.policy.apply_updates(state.params, updates, key),

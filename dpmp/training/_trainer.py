@@ -104,9 +104,9 @@ class DPTrainer:
         _checks.check_types(mechanism, loss_fn, optimizer, uses_prng_key)
         losses.check_loss(loss_fn, uses_prng_key=uses_prng_key)
         loss_scale = as_number(loss_scale)
-        _checks.warn_of_policy(policy, loss_scale)
         if not isinstance(loss_scale, DynamicScale | None):
             loss_scaling.check(loss_scale)
+        _checks.warn_of_policy(policy, loss_scale)
         self.last_state: TrainingState | None = None
         self._step = Step(
             mechanism=mechanism,
@@ -139,9 +139,11 @@ class DPTrainer:
             The state of the optimizer is sharded as they are.
 
         Raises:
-          ValueError: if a leaf of `params` is not a float array.
+          ValueError: if a leaf of `params` is not a float array, or not finite.
         """
-        state = colocated(self._step.first_state(_checks.as_params(params)))
+        params = _checks.as_params(params)
+        _checks.check_finite(params)
+        state = colocated(self._step.first_state(params))
         return state._replace(spent=runs.Spent().to_array())
 
     def init_or_restore(

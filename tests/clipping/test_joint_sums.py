@@ -114,8 +114,8 @@ def test_the_noise_is_wider_by_what_metrics_cost_and_the_accounting_the_same():
 
 
 def test_the_noise_of_metrics_has_the_standard_deviation_that_is_stated():
-    _, joint = _joint_sum(_ALL)
     mechanism = _dpsgd(noise_multiplier=2.0)
+    joint = mechanism.clipped_grad(_loss)(_W, _BATCH, is_padding_example=_IS_PADDING)
 
     def release(seed):
         privatizer = mechanism.privatizer(jax.random.key(seed))

@@ -443,7 +443,7 @@ def test_noise_and_clipping_are_private():
     assert not make_mechanism().is_private
     assert make_mechanism(noise_multiplier=1.0).is_private
     assert make_mechanism(noise_multiplier=1.0, **directions).is_private
-    with pytest.raises(ValueError, match="target must be within reach"):
+    with pytest.raises(ValueError, match="must clip to be private"):
         make_mechanism(**UNCLIPPED).calibrate(epsilon=1.0, delta=1e-5)
 
 

@@ -180,7 +180,7 @@ def test_wrong_searches_are_refused():
         BestOfRuns(mechanism=1.0, expected_runs=5)
     with pytest.raises(ValueError, match="expected_runs must be above 1"):
         best_of(RUN, 1)
-    with pytest.raises(ValueError, match="there must be a candidate"):
+    with pytest.raises(ValueError, match="candidates must be a list"):
         best_of(RUN).draw([])
     with pytest.raises(ValueError, match="delta"):
         best_of(dataclasses.replace(RUN, delta=None)).guarantee()

@@ -224,7 +224,8 @@ def test_checkpoints_of_another_file_system_are_refused(directory, monkeypatch):
     def elsewhere(self, **options):
         found = stat_of(self, **options)
         is_there = self.name == "checkpoints"
-        return types.SimpleNamespace(st_dev=1 + found.st_dev) if is_there else found
+        changed = {"st_dev": found.st_dev + is_there, "st_mode": found.st_mode}
+        return types.SimpleNamespace(**changed)
 
     monkeypatch.setattr(pathlib.Path, "stat", elsewhere)
     monkeypatch.setattr(pathlib.Path, "exists", os.path.exists)

@@ -144,6 +144,9 @@ def canaries(
       ValueError: if the mechanism is not private, or its clip norm adapts.
     """
     confidence = _validate.fraction(confidence=confidence)
+    _validate.instance(DPSGD, "Use dpmp.DPSGD(...).", mechanism=mechanism)
+    _validate.optional(_validate.positive_integer)(num_canaries=num_canaries)
+    _validate.optional(_validate.nonnegative_integer)(seed=seed)
     _validate.require(
         mechanism.is_private and mechanism.initial_clip_norm is None,
         "the mechanism must be private, with a clip norm that does not adapt",

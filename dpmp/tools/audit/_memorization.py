@@ -161,6 +161,11 @@ def memorization(
     )
     confidence = _validate.fraction(confidence=confidence)
     claimed = _validate.real(claimed=claimed)
+    _validate.require(
+        claimed >= 0,
+        "claimed must be an epsilon of at least 0. Leave it out without a claim.",
+        claimed=claimed,
+    )
     # In random order where losses are the same, so that the order tells no coin.
     order = np.lexsort((np.random.default_rng().random(size), losses))
     ranked = is_in[order]
@@ -187,7 +192,7 @@ def _check_canaries(losses: np.ndarray, is_in: np.ndarray) -> None:
     _validate.require(
         is_in.dtype == bool and is_in.ndim == 1 and losses.shape == is_in.shape,
         "losses must be a number for each canary, and is_in a bool. Pass arrays with "
-        "one axis.",
+        "one axis. Of 0 and 1, make bools with == 1.",
         losses=losses.shape,
         is_in=(is_in.shape, is_in.dtype.name),
     )
