@@ -166,6 +166,7 @@ class ScaledLoss:
     loss_scale: LossScale
 
     def __post_init__(self):
+        _validate.function(fun=self.fun)
         object.__setattr__(self, "loss_scale", as_real(self.loss_scale))
         check(self.loss_scale)
 

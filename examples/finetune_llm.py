@@ -266,6 +266,8 @@ def parse_args() -> argparse.Namespace:
 
 def find_model(path: pathlib.Path | None) -> pathlib.Path:
     """The file or folder of the model."""
+    if path is not None and not path.exists():
+        raise SystemExit(f"--model: there is no file or folder {path}.")
     if path is not None:
         return path
     try:

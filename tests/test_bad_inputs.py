@@ -619,6 +619,24 @@ CALLED = {
     ],
     "step must be below": [lambda: train_step(at_step(2))],
     "epochs must be": [lambda: dpmp.DPSGD.from_epochs(epochs=0, **FIELDS_OF_EPOCHS)],
+    "mechanism must be": [lambda: audit.batches(None)],
+    "trainer must be": [lambda: audit.replay(None, PARAMS, DATA)],
+    "names must be a function": [
+        lambda: lora.save("unused", trained(), PARAMS, initial=None, names={"q": "q"})
+    ],
+    "config must be": [
+        lambda: lora.save("unused", trained(), PARAMS, initial=None, config={"r": 3})
+    ],
+    "example_args must be": [lambda: adapters(fun=linear)],
+    "pre_clipping_transform must be a function": [
+        lambda: clip(pre_clipping_transform=3)
+    ],
+    "optimizer must be": [
+        lambda: estimate_memory(FLOATS, BATCH, policy="float32", optimizer=optax.adam)
+    ],
+    "candidates must be": [
+        lambda: planning.BestOfRuns(mechanism=dpsgd(), expected_runs=5).draw("adam")
+    ],
     "the mechanism must decide": [
         lambda: dpsgd().clipped_grad(linear, l2_clip_norm=2.0),
         lambda: dpsgd().clipped_grad(linear, normalize_by=1.0),
@@ -627,7 +645,8 @@ CALLED = {
         lambda: dpsgd().without_privacy().calibrate(epsilon=1.0, delta=1e-5)
     ],
     "the sum must have the sensitivity": [
-        lambda: dpsgd().privatizer(KEY).update(exact_sum(), None)
+        lambda: dpsgd().privatizer(KEY).update(exact_sum(), None),
+        lambda: dpsgd().privatizer(KEY).update(FLOATS, None),
     ],
     "noise_state must be": [lambda: privatizer(prng_key=KEY).update(FLOATS, {})],
     "spmd_axis_name must": [lambda: clip(spmd_axis_name=1)],
@@ -744,7 +763,7 @@ COMMANDS = {
     "there must be 32 examples": [*PLAN, "--num-examples", "20"],
     "must come with it; got memory=16.0": [*PLAN, "--memory", "16"],
     "must come with it; got rank=8": [*PLAN, "--rank", "8"],
-    "steps must be at most": [*PLAN, *PROCESSED, "--steps", "99999"],
+    "steps must be such that": [*PLAN, *PROCESSED, "--steps", "99999"],
     "size must": ["devices", "--size", "0"],
 }
 
@@ -753,6 +772,22 @@ def test_an_optimizer_with_a_line_search_is_refused():
     made = trainer(optimizer=optax.lbfgs())
     with pytest.raises(ValueError, match=r"optimizer\.update must be .*line search"):
         made.fit(made.init(PARAMS), DATA, progress=False)
+
+
+def test_a_private_number_of_examples_is_not_shown():
+    options = {"sampling_prob": 0.25, "truncated_batch_size": SIZE}
+    hidden = dpsgd(neighboring_relation=ADD_OR_REMOVE, **options)
+    made = trainer(mechanism=hidden)
+    short = {name: x[: SIZE - 3] for name, x in DATA.items()}
+    with pytest.raises(ValueError, match="must hold the examples") as caught:
+        made.fit(made.init(PARAMS), short, progress=False)
+    assert not re.search(r"\d", str(caught.value))
+
+
+def test_the_state_of_a_privatizer_shows_no_key():
+    noise_state = privatizer(prng_key=KEY).init(FLOATS)
+    words = np.asarray(jax.random.key_data(KEY)).tolist()
+    assert not any(str(word) in repr((FLOATS, noise_state)) for word in words if word)
 
 
 def test_a_loss_that_closes_over_as_many_rows_as_examples_is_warned_of():

@@ -206,6 +206,9 @@ def clipped_grad(
     """
     check_method(method, pre_clipping_transform)
     _validate.function(fun=fun)
+    _validate.optional(_validate.function)(
+        pre_clipping_transform=pre_clipping_transform
+    )
     _validate.booleans(
         keep_batch_dim=keep_batch_dim,
         has_aux=has_aux,

@@ -107,7 +107,7 @@ class ReleasedMetrics:
         _validate.fields(self, largest_loss=_validate.optional(positive))
         _validate.fields(
             self,
-            norm_share=_validate.positive,
+            norm_share=_validate.probability,
             fraction_clipped=_validate.boolean,
             fraction_overflowed=_validate.boolean,
         )

@@ -94,6 +94,12 @@ def init(
             dtype=x.dtype.name,
         )
     axes = {path: last_two(len(x.shape)) for path, x in arrays.items()}
+    _validate.require(
+        isinstance(example_args, Sequence) and (fun is None or len(example_args) > 0),
+        "example_args must be the arguments of fun after the parameters. Pass a tuple: "
+        "(batch,).",
+        type=type(example_args).__name__,
+    )
     if fun is not None:
         axes = _read_axes(fun, (params, *as_device_dtypes(example_args)), axes)
     factors = {

@@ -1,5 +1,6 @@
 """Saves adapters, and loads them for the model that they were trained on."""
 
+import functools
 import json
 import os
 import pathlib
@@ -64,6 +65,16 @@ def save(
         names the array.
       ModuleNotFoundError: if the package safetensors is not installed.
     """
+    _validate.optional(functools.partial(_validate.function, "path", "layer"))(
+        names=names
+    )
+    own = {"r", "lora_alpha", "target_modules", "peft_type"}
+    _validate.require(
+        isinstance(config, Mapping | None) and own.isdisjoint(config or ()),
+        "config must be a dict of entries that dpmp does not write itself. Use "
+        '{"base_model_name_or_path": "owner/model"}.',
+        config=config,
+    )
     if initial is None:
         check_fits(adapters, params, fingerprint(params))
         check_finite(adapters)

@@ -54,6 +54,8 @@ def select(tree: PyTree, **selection: Any) -> list[str]:
     names = ", ".join(paths[:20])
     more = f", and {len(paths) - 20} more" if len(paths) > 20 else ""
     fix = f"The arrays are {names}{more}."
+    if not paths:
+        fix = "The tree has no arrays: are two arguments in the wrong order?"
     if isinstance(given, str):
         pattern = _pattern(given)
         selected = [path for path in paths if pattern.search(path)]

@@ -238,7 +238,7 @@ class DPSGD:
 
     @property
     def hides_size(self) -> bool:
-        """Whether the number of examples is private: neighbours differ in it."""
+        """Whether the number of examples is private, as under ADD_OR_REMOVE_ONE."""
         relations = dp_accounting.NeighboringRelation
         return self.neighboring_relation is relations.ADD_OR_REMOVE_ONE
 
@@ -379,7 +379,7 @@ class DPSGD:
 
         Raises:
           ValueError: before calibration, or (by `update`) for a gradient with more than
-            `num_parameters` entries, or on the grid of another mechanism.
+            `num_parameters` entries, or that `.clipped_grad` has not returned.
         """
         if self.strategy is None or not self.has_correlated_noise:
             privatizer = noise_addition.gaussian_privatizer(
@@ -407,10 +407,10 @@ class DPSGD:
                 unit = unit_of(self._clip_norms.l2_norm_bound, self.resolution)
                 leaves = jax.tree.leaves(grads, is_leaf=is_grid)
                 _validate.require(
-                    all(x.unit == unit for x in leaves if is_grid(x)),
+                    all(is_grid(x) and x.unit == unit for x in leaves),
                     "the sum must have the sensitivity that the noise is for. Use "
                     "clipped_grad and privatizer of one mechanism.",
-                    sum_of_clipped_grads="a sum on another grid",
+                    sum_of_clipped_grads="floats, or a sum on another grid",
                 )
             return privatizer.update(updates, state, params)
 

@@ -49,6 +49,9 @@ class NoiseState(NamedTuple):
     step: jax.Array
     past: tuple[jax.Array, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"NoiseState(step={self.step}, prng_key=secret, past=secret)"
+
 
 def gaussian_privatizer(
     *,

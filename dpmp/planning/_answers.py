@@ -40,8 +40,9 @@ def about(model: Model) -> str:
     decoder = model.decoder
     return _plain_text.paragraph(
         f"The model has {_short(decoder.num_parameters)} parameters: {decoder.layers} "
-        f"layers of width {decoder.width}, and {decoder.vocabulary} tokens. LoRA of "
-        f"rank {model.rank} trains {_short(model.num_in_adapters)} entries."
+        f"layers of width {decoder.width}, and a vocabulary of {decoder.vocabulary}. "
+        f"LoRA of rank {model.rank} trains {_short(model.num_in_adapters)} entries. An "
+        f"example has {model.length} tokens (--length)."
     )
 
 

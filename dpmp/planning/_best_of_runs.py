@@ -144,10 +144,16 @@ class BestOfRuns:
           ValueError: if there are no candidates.
         """
         _validate.require(
-            isinstance(candidates, Sequence) and len(candidates) > 0,
+            isinstance(candidates, list | tuple) and len(candidates) > 0,
             "candidates must be a list with at least one setting. Pass [1e-3, 1e-2], "
             "for example.",
-            type=type(candidates).__name__,
+            candidates=candidates,
+        )
+        _validate.require(
+            self.mechanism.noise_multiplier is not None,
+            "the mechanism must have a noise multiplier before the one draw. Use "
+            "search.calibrate(epsilon=, delta=).",
+            noise_multiplier=None,
         )
         # Rounded up: a search that ends a little earlier costs a little less.
         end = math.ceil(2**64 / Fraction(self.expected_runs))

@@ -145,6 +145,8 @@ def estimate_memory(
         `microbatch_size` does not divide this number.
     """
     policy = Policy.parse(policy)
+    fix = "Use optax.adam(1e-3), for example."
+    _validate.instance(optax.GradientTransformation, fix, optimizer=optimizer)
     method = method or default_method(arithmetic, has_fixed_slots=True)
     check_method(method)
     entry = parse_arithmetic(

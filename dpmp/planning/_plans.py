@@ -201,7 +201,7 @@ def plan_to_start_from(plans: Sequence[Plan]) -> Plan:
     this is the plan with the most steps within 25 % of the best `signal_over_noise`.
     """
     _validate.require(
-        bool(plans),
+        isinstance(plans, Sequence) and len(plans) > 0,
         "there must be a plan. Pass what compare_batch_sizes returns.",
         plans=plans,
     )

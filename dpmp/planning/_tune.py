@@ -114,6 +114,7 @@ def tune(
     """
     _validate.instance(DPTrainer, "Use dpmp.DPTrainer(...).", trainer=trainer)
     rounds = _validate.positive_integer(rounds=rounds, fix="Use 3.")
+    _validate.instance(Sequence, "Use (None, 8), for example.", sizes=sizes)
     check = _validate.optional(_validate.positive_integer)
     sizes = [check(size=size) for size in sizes]
     mechanisms = list(_mechanisms(trainer.mechanism, sizes))

@@ -136,11 +136,12 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     if args.steps:
         processed = calibrate.keywords["num_processed"]
         _validate.require(
-            args.steps <= processed,
-            "steps must be at most the number of examples in all batches. Use fewer "
-            "steps, or more --epochs.",
+            processed / args.num_examples <= args.steps <= processed,
+            "steps must be such that a batch has at least one and at most all of the "
+            "examples. Change --steps or --epochs.",
             steps=args.steps,
-            examples=processed,
+            num_examples=args.num_examples,
+            num_processed=processed,
         )
         (start,) = calibrate(sizes=[max(1, round(processed / args.steps))])
         plans = sorted({*plans, start}, key=lambda plan: plan.batch_size)

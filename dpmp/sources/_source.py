@@ -56,8 +56,13 @@ class Source(Protocol):
         ...
 
 
-def loader_of(source: Any, num_examples: int | None) -> "Loader":
-    """Checks a dataset, of any size if `num_examples` is None; returns its loader."""
+def loader_of(
+    source: Any, num_examples: int | None, *, hides_size: bool = False
+) -> "Loader":
+    """Checks a dataset, of any size if `num_examples` is None; returns its loader.
+
+    No message shows the number of examples if it is private.
+    """
     if hasattr(source, "iloc") and hasattr(source, "columns"):  # a table of pandas
         source = {name: source[name] for name in source.columns}
     is_iterator = hasattr(source, "__next__") and not hasattr(source, "__getitem__")
@@ -82,15 +87,16 @@ def loader_of(source: Any, num_examples: int | None) -> "Loader":
     columns = as_arrays(source) if is_arrays else None
     sizes = {len(x) if x.ndim else 0 for x in jax.tree.leaves(columns)} or {len(source)}
     num_examples = max(*sizes, 1) if num_examples is None else num_examples
+    number = "" if hides_size else f"{num_examples} "
+    fix = "Build the mechanism with the number of examples of this dataset, which must "
+    fix += "hold each of them once: neither repeated nor in batches."
+    if len(sizes) > 1:
+        fix = "Make all arrays equally long."
     _validate.require(
         sizes == {num_examples},
-        f"the dataset must hold the {num_examples} examples, one in each row of each "
-        "array",
-        sizes=sorted(sizes),
-        fix=_in_place_of(source)
-        if isinstance(source, list | tuple)
-        else "Build the mechanism with num_examples=len(data), for data that holds "
-        "each example once: neither repeated nor in batches.",
+        f"the dataset must hold the {number}examples, one in each row of each array",
+        sizes="other ones" if hides_size else sorted(sizes),
+        fix=_in_place_of(source) if isinstance(source, list | tuple) else fix,
     )
     # An endless dataset of grain has this size. By it, noise would be far too small.
     _validate.require(

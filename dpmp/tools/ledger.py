@@ -117,6 +117,8 @@ def _read(directory: pathlib.Path) -> Ledger:
             return ledger
     except OSError as error:
         reason = error.strerror or str(error)
+    if not directory.is_dir():
+        reason = "there is no such directory"
     _validate.fail(
         "every directory must have a ledger that can be read. Pass the directories "
         "that runs were started with.",

@@ -221,7 +221,8 @@ def as_params(params: PyTree) -> PyTree:
         params=type(params).__name__,
     )
     for path, leaf in leaves:
-        dtype = getattr(leaf, "dtype", jnp.float32 if isinstance(leaf, float) else None)
+        dtype = getattr(leaf, "dtype", None) if hasattr(leaf, "shape") else None
+        dtype = jnp.dtype(jnp.float32) if isinstance(leaf, float) else dtype
         is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
         _validate.require(
             dtype is not None and jnp.issubdtype(dtype, jnp.floating),

@@ -19,7 +19,7 @@ def first_line(step: Step, state: TrainingState, load: Load) -> str:
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((padded, *x.shape[1:]), x.dtype), rows
         )
-        size = f"up to {step.microbatch_size(state, batch)} of {padded} examples"
+        size = f"up to {step.microbatch_size(state, batch)} of {padded} padded rows"
     why = " (the fastest with a proof)" if mechanism.has_default_method else ""
     num_trained = sum(x.size for x in jax.tree.leaves(state.params))
     return (

@@ -171,7 +171,7 @@ class Step:
         _validate.require(
             mask.ndim == 1 and mask.dtype == jnp.bool_,
             "is_padding_example must be a vector of bool. Use True for padding, and "
-            "False for examples.",
+            "False for examples. Or pass a batch of load_batch, which has it.",
             ndim=mask.ndim,
             dtype=mask.dtype.name,
         )
@@ -404,6 +404,12 @@ class Step:
                 "without it, such as optax.adam(1e-3).",
                 reason=str(error),
             )
+        _validate.require(
+            jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, noisy),
+            "the updates of the optimizer must have the shapes of the parameters. Use "
+            "an optimizer that is given one mean gradient: dpmp clips and adds noise.",
+            updates=jax.tree.map(jnp.shape, updates),
+        )
         return state._replace(
             step=state.step + 1,
             params=self.policy.apply_updates(state.params, updates, key),

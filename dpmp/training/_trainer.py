@@ -272,7 +272,10 @@ class DPTrainer:
         self._step.check_structure(state)
         _checks.check_not_over(int(state.step), self.mechanism)
         check_sharding(batch_sharding, self.mechanism)
-        load = loader_of(source, self.mechanism.num_examples)
+        mechanism = self.mechanism
+        load = loader_of(
+            source, mechanism.num_examples, hides_size=mechanism.hides_size
+        )
         self._compare_processes(state, load, batch_sharding)
         ticket = self._draw_ticket(state)
         with self._last_step.charging(self.mechanism, state):
@@ -368,7 +371,9 @@ class DPTrainer:
             epsilon_budget=epsilon_budget,
             prefetch=prefetch,
         )
-        load = loader_of(source, mechanism.num_examples)
+        load = loader_of(
+            source, mechanism.num_examples, hides_size=mechanism.hides_size
+        )
         self._step.check_structure(state)
         self._compare_processes(state, load, batch_sharding, options.plan)
         _agreement.check_same_arrays(state)

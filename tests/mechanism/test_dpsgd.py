@@ -390,7 +390,10 @@ def test_the_privatizer_is_an_optax_transformation():
     optimizer = optax.chain(mechanism.privatizer(KEY), optax.sgd(0.1))
     state = optimizer.init(jnp.zeros(3))
     assert isinstance(state[0], NoiseState)
-    updates, state = optimizer.update(jnp.zeros(3), state)
+    sums = mechanism.clipped_grad(lambda w, x: jnp.sum(w * x))(
+        jnp.zeros(3), jnp.zeros((2, 3))
+    )
+    updates, state = optimizer.update(sums, state)
     assert np.all(updates != 0)
     fresh = [mechanism.privatizer().init(jnp.zeros(3)).prng_key for _ in range(2)]
     assert np.any(jax.random.key_data(fresh[0]) != jax.random.key_data(fresh[1]))

@@ -161,7 +161,7 @@ def test_calibration_meets_the_target():
 
 
 def test_the_number_of_runs_is_geometric_and_settings_are_uniform():
-    searches = [best_of(RUN, 2.5).draw("abc") for _ in range(20_000)]
+    searches = [best_of(RUN, 2.5).draw(["a", "b", "c"]) for _ in range(20_000)]
     lengths = np.array([len(x) for x in searches])
     # Five standard deviations.
     assert np.mean(lengths) == pytest.approx(2.5, abs=0.07)

@@ -112,6 +112,10 @@ def replay(
         of range.
       Exception: whatever both runs raise.
     """
+    _validate.instance(DPTrainer, "Use dpmp.DPTrainer(...).", trainer=trainer)
+    _validate.optional(functools.partial(_validate.function, "state"))(
+        callback=callback
+    )
     mechanism = trainer.mechanism
     steps = _validate.integer_in(
         range(2, 2**30),
@@ -141,7 +145,7 @@ def replay(
 
     folder = None if files is None else pathlib.Path(files)
     _validate.require(
-        folder is None or not any(folder.glob("*")),
+        folder is None or (folder.is_dir() and not any(folder.glob("*"))),
         "files must be an empty directory. Let callbacks write to a new one.",
         files=str(folder),
     )
