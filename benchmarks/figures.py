@@ -346,7 +346,7 @@ def _few_bits() -> list[Passage]:
         few_bits(task, privacy, row)[0]
         for task in tasks
         for privacy in ("epsilon 8", "epsilon 1", "none")
-        for row in ("mixed_bfloat16", "float8", "mxfp8", "int8")
+        for row in ("mixed_bfloat16", "mixed_float16", "float8", "mxfp8", "int8")
     ]
     images, text = (
         [
@@ -360,7 +360,7 @@ def _few_bits() -> list[Passage]:
         for task in tasks
     )
     texts = [
-        f"bfloat16, float8, MXFP8 and int8 cost at most {max(found):.1f} %",
+        f"bfloat16, float16, float8, MXFP8 and int8 cost at most {max(found):.1f} %",
         f"NVFP4 costs {images[0]} of accuracy on images at epsilon 1, and {images[1]} "
         "without privacy",
         f"On text, it costs {text[0]} and {text[1]}",

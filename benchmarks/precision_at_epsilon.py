@@ -34,6 +34,7 @@ def _rounded(products: str, share: float = 1.0) -> Row:
 ROWS: dict[str, Row] = {
     "float32": Row("float32"),
     "mixed_bfloat16": Row("mixed_bfloat16"),
+    "mixed_float16": Row("mixed_float16", 2.0**24),
     **{name: _rounded(name) for name in ("float8", "mxfp8", "int8", "nvfp4")},
     "int8, rotating": _rounded("int8", 0.5),
     "nvfp4, rotating": _rounded("nvfp4", 0.5),
