@@ -347,7 +347,8 @@ def test_noise_is_as_wide_as_that_of_a_python_number(kind, arithmetic):
     mechanism = dpsgd(noise_multiplier=kind(1.0), **fields)
     assert mechanism.stddev == expected.stddev == 1e-9 / 16
     privatizer = mechanism.privatizer(KEY)
-    assert privatizer.update(jnp.zeros(3), privatizer.init(None))[0].any()
+    sums = mechanism.clipped_grad(linear_loss)(jnp.zeros(2), np.zeros((4, 2)))
+    assert privatizer.update(sums, privatizer.init(None))[0].any()
 
 
 def test_numbers_of_a_run_may_be_of_any_library():
