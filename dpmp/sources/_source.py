@@ -88,8 +88,8 @@ def loader_of(
     sizes = {len(x) if x.ndim else 0 for x in jax.tree.leaves(columns)} or {len(source)}
     num_examples = max(*sizes, 1) if num_examples is None else num_examples
     number = "" if hides_size else f"{num_examples} "
-    fix = "Build the mechanism with the number of examples of this dataset, which must "
-    fix += "hold each of them once: neither repeated nor in batches."
+    fix = "Set num_examples to the number of examples of this dataset, which must hold "
+    fix += "each of them once: neither repeated nor in batches."
     if len(sizes) > 1:
         fix = "Make all arrays equally long."
     _validate.require(
