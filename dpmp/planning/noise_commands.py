@@ -20,6 +20,17 @@ from dpmp.mechanism import DPSGD
 
 _Result = tuple[str, dict[str, Any]]  # the text, and the content for --json
 
+
+def integer(text: str) -> int:
+    """An integer, as "1000000" or "1e6"."""
+    if text.lstrip("+-").isdecimal():
+        return int(text)  # a float has 53 bits
+    number = float(text)
+    if not number.is_integer():
+        raise ValueError
+    return int(number)
+
+
 _RELATIONS = {
     "REPLACE_SPECIAL": "one example is replaced by padding (zero-out)",
     "REPLACE_ONE": "one example is replaced by another",
@@ -27,10 +38,10 @@ _RELATIONS = {
 }
 
 # Flags with types and help texts. The first flag is named as the library's argument.
-_REQUIRED: dict[str, tuple[type, str]] = {
-    "--num-examples": (int, "the number of examples in the dataset"),
+_REQUIRED: dict[str, tuple[Callable[[str], Any], str]] = {
+    "--num-examples": (integer, "the number of examples in the dataset"),
     "--expected-batch-size --batch-size": (float, "the expected size of a batch"),
-    "--iterations --steps": (int, "the number of steps of the whole run"),
+    "--iterations --steps": (integer, "the number of steps of the whole run"),
     "--noise-multiplier": (float, "the standard deviation of the noise, in clip norms"),
     "--epsilon": (float, "the privacy target"),
     "--delta": (float, "well below 1 over the number of examples"),

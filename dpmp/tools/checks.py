@@ -85,10 +85,11 @@ def as_json(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """How many results of a file passed; ValueError for a file of another kind."""
+    """What a file has results of, and how many passed; ValueError for other files."""
     try:
         content = json.loads(path.read_text())
         passed = [bool(x["passed"]) for x in content["results"]]
+        names = dict.fromkeys(filter(None, map(_name_of, content["results"])))
         where = str(content["device"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         _validate.fail(
@@ -102,4 +103,15 @@ def read(path: pathlib.Path) -> dict[str, Any]:
         "device": where,
         "number": len(passed),
         "passed": sum(passed),
+        "names": list(names),
     }
+
+
+def _name_of(result: Mapping[str, Any]) -> str:
+    """What was checked; of an audit with a lower bound on epsilon, the bound too."""
+    name, bound = str(result.get("subject", "")), result.get("epsilon")
+    if isinstance(bound, float):
+        name += f": epsilon at least {bound:.3f}"
+    if isinstance(claimed := result.get("claimed"), float):
+        name += f", claimed {claimed:.3f}"
+    return name

@@ -171,8 +171,13 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     checked = [
         f"{x['file']} ({x['device']}): {x['passed']} of {x['number']} hold"
+        + (f" ({', '.join(x['names'])})" if x["names"] else "")
         for x in report["checks"]
     ]
+    composition = "all runs that are named here add up"
+    if report["epsilon_if_planned"] != report["epsilon"]:
+        planned = _digits(report["epsilon_if_planned"])
+        composition += f"; if all were planned before the first: epsilon {planned}"
     return [
         (
             "Privacy parameters",
@@ -187,7 +192,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("Mechanism", "DP-SGD: per-example clipping, Gaussian noise in integers"),
         ("Steps that were paid for", "; ".join(steps)),
-        ("Composition", "all runs that are named here add up"),
+        ("Composition", composition),
         ("Accountant", report["accountant"]),
         ("Released checkpoints (BLAKE2b)", "; ".join(hashes) or "none"),
         ("Checks", "; ".join(checked) or "none were passed to this report"),

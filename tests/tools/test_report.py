@@ -103,11 +103,13 @@ def test_directories_need_names_of_their_own(directory, capsys):
 
 def test_checks_are_counted(directory, files):
     path = directory / "checks.json"
-    results = [{"passed": True}, {"passed": False}]
+    bound = {"subject": "canaries", "epsilon": 2.8, "claimed": 4.0}
+    results = [bound | {"passed": True}, {"passed": False}]
     path.write_text(json.dumps({"device": "a <b>", "results": results}))
     content, page, _ = files("--checks", str(path))
     assert json.loads(content)["checks"][0]["passed"] == 1
     assert "checks.json (a &lt;b&gt;): 1 of 2 hold" in page
+    assert "(canaries: epsilon at least 2.800, claimed 4.000)" in page
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"device": 1}', '{"results": 3}'])

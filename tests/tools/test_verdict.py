@@ -50,7 +50,7 @@ def test_a_gradient_that_hardly_changes_is_safe():
     assert verdict.float32_paths == ()
     assert abs(verdict.kept - 1) < 0.03
     assert 0 < verdict.aside < 0.05
-    assert "Is mixed_bfloat16 safe for this private run? yes, because" in str(verdict)
+    assert "Is mixed_bfloat16 safe for this private run? yes, for these" in str(verdict)
 
 
 def test_paths_that_help_are_found_and_can_be_pasted():

@@ -70,19 +70,19 @@ class Verdict:
     time_ratio: float
 
     def __str__(self) -> str:
-        answer = "yes" if self.is_safe else "no"
-        if self.float32_paths:
-            answer += f", with float32_paths={self.float32_paths!r}"
+        answer = "no"
         if self.is_safe:
+            paths = f"float32_paths={self.float32_paths!r}"
+            answer = f"only with {paths}" if self.float32_paths else "yes"
             is_hidden = self.error <= _SHARE_OF_NOISE
-            answer += ", because "
+            answer += ", for these parameters, because "
             answer += "noise hides the errors" if is_hidden else "steps hardly differ"
         text = (
             f"Is {self.policy} safe for this private run? {answer}. Steps go "
             f"{self.kept:.1%} as far in the direction of the float32 gradient, and "
             f"{self.aside:.1%} aside. The errors of all steps are at most "
-            f"{self.error:.2g} times their noise. All of this is for the given "
-            "parameters: ask again at those of a short run on public data."
+            f"{self.error:.2g} times their noise. Ask again at the parameters of a "
+            "float32 run on public data, of as many steps as are planned."
         )
         if not self.is_safe:
             text += (
@@ -131,8 +131,9 @@ def compare_policies(
       fun: the loss of one example, which gets it as a batch of one, as for `DPTrainer`
         without a key.
       *args: the parameters, and a batch: arrays with an axis of examples. 32 of them or
-        more tell enough. Ask at the first parameters and at those of a short run on
-        public data: an entry that has grown may no longer move in few bits.
+        more tell enough. Ask at the first parameters, and at those of a float32 run on
+        public data of as many steps: an entry that has grown may no longer move in few
+        bits.
       mechanism: a calibrated run, with its clip norm, noise and number of steps.
       policies: a list of policies or names of presets. Of a policy with a
         `rounded_share`, all products are rounded.
