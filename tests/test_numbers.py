@@ -248,6 +248,7 @@ REALS = {
         {"rounded_share": 0.5},
         param_dtype="float32",
         compute_dtype="bfloat16",
+        products="int8",
     ),
 }
 CASES = {
