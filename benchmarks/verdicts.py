@@ -1,9 +1,9 @@
 """Is the verdict of `dpmp.compare_policies` right?
 
-Twenty tasks, of which some are made so that 8 or 16 bits are too few: a verdict on each
-of them, and private training under the policy and in float32. The verdict "yes" is
-right if the two losses after 100 steps are within two standard errors, and "no" if
-they are not.
+Twenty-four tasks, of which some are made so that 8 or 16 bits are too few, some of them
+only after parameters have moved: a verdict on each of them, and private training under
+the policy and in float32. The verdict "yes" is right if the two losses after 100 steps
+are within two standard errors, and "no" if they are not.
 
     python -m benchmarks.verdicts                # a quarter of an hour on two cores
 """
@@ -20,6 +20,7 @@ import dpmp
 from benchmarks import harness
 
 _NUM_EXAMPLES, _SIZE, _WIDTH, _CLASSES = 2048, 16, 32, 4
+_OPTIMIZER = optax.sgd(0.5)
 
 
 class Task(NamedTuple):
@@ -105,6 +106,29 @@ def _exponential(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((jnp.log(total) - logits[:, batch["label"][0]]).astype(jnp.float32))
 
 
+def _zero_head(rng: np.random.Generator) -> Any:
+    return {**_mlp(rng), "second": jnp.zeros((_WIDTH, _CLASSES))}
+
+
+def _far_softmax(params: Any, batch: Any) -> jax.Array:
+    """Rounds nothing before the logits have grown."""
+    hidden = jax.nn.relu(batch["x"][:, 0] @ params["first"])
+    logits = hidden @ params["second"] + params["bias"] + 1000
+    return _logits_to_loss(logits, batch)
+
+
+def _pair(rng: np.random.Generator) -> Any:
+    """Two heads, of which the difference counts, from values that 8 bits can hold."""
+    params, head = _mlp(rng), jnp.full((_WIDTH, _CLASSES), 500.0)
+    return {**params, "second": head, "third": head}
+
+
+def _difference(params: Any, batch: Any) -> jax.Array:
+    hidden = jax.nn.relu(batch["x"][:, 0] @ params["first"])
+    head = params["second"] - params["third"]
+    return _logits_to_loss(hidden @ head + params["bias"], batch)
+
+
 def _large_bias(rng: np.random.Generator) -> Any:
     params = _mlp(rng)
     return {**params, "scale": jnp.full(_WIDTH, 300.0)}
@@ -138,6 +162,10 @@ TASKS: dict[str, Task] = {
     "tiny loss, fp16": Task("mixed_float16", _tiny, _mlp),
     "exponentials, fp16": Task("mixed_float16", _exponential, _mlp, 2.0),
     "offset, bf16": Task("mixed_bfloat16", _offset, _large_bias),
+    "far softmax, bf16": Task("mixed_bfloat16", _far_softmax, _zero_head),
+    "far softmax, fp16": Task("mixed_float16", _far_softmax, _zero_head),
+    "difference, bf16": Task("mixed_bfloat16", _difference, _pair),
+    "difference, fp16": Task("mixed_float16", _difference, _pair),
 }
 
 
@@ -158,7 +186,12 @@ def benchmark(
     ).calibrate(epsilon=epsilon, delta=1e-5)
     some = {k: x[:64] for k, x in data.items()}
     (verdict,) = dpmp.compare_policies(
-        chosen.loss, params, some, mechanism=mechanism, policies=[chosen.policy]
+        chosen.loss,
+        params,
+        some,
+        mechanism=mechanism,
+        optimizer=_OPTIMIZER,
+        policies=[chosen.policy],
     )
     losses = {
         policy: _losses_after(chosen, params, data, mechanism, policy, seeds)
@@ -201,7 +234,7 @@ def _losses_after(
     trainer = dpmp.DPTrainer(
         mechanism=mechanism,
         loss_fn=task.loss,
-        optimizer=optax.sgd(0.5),
+        optimizer=_OPTIMIZER,
         policy=policy,
     )
 

@@ -224,7 +224,11 @@ CALLS = {
         loss, PARAMS, {"x": make(PADDED)}
     ),
     "compare_policies": lambda make: dpmp.compare_policies(
-        loss, PARAMS, {"x": make(PADDED)}, mechanism=trainer().mechanism
+        loss,
+        PARAMS,
+        {"x": make(PADDED)},
+        mechanism=trainer().mechanism,
+        optimizer=optax.sgd(0.1),
     ),
     "autocast": lambda make: dpmp.autocast(loss)(PARAMS, {"x": make(PADDED)}),
     "lora.apply": lambda make: lora.apply(loss_with_adapters, BASE)(

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import dpmp
@@ -37,10 +38,12 @@ def _offset(params, x):
     return jnp.mean(jnp.square(jnp.tanh(x @ params["w"] + biases)))
 
 
-def _verdict(loss, policy="mixed_bfloat16", x=_X, mechanism=_MECHANISM, **options):
-    (verdict,) = compare_policies(
-        loss, _PARAMS, x, mechanism=mechanism, policies=[policy], **options
-    )
+_GIVEN = {"mechanism": _MECHANISM, "optimizer": optax.sgd(0.1)}
+
+
+def _verdict(loss, policy="mixed_bfloat16", x=_X, params=_PARAMS, **options):
+    given = _GIVEN | options
+    (verdict,) = compare_policies(loss, params, x, policies=[policy], **given)
     return verdict
 
 
@@ -50,7 +53,7 @@ def test_a_gradient_that_hardly_changes_is_safe():
     assert verdict.float32_paths == ()
     assert abs(verdict.kept - 1) < 0.03
     assert 0 < verdict.aside < 0.05
-    assert "Is mixed_bfloat16 safe for this private run? yes, for these" in str(verdict)
+    assert "Is mixed_bfloat16 safe for this private run? yes, because" in str(verdict)
 
 
 def test_paths_that_help_are_found_and_can_be_pasted():
@@ -79,12 +82,28 @@ def test_a_loss_that_leaves_the_range_is_not_safe():
         return 1e-7 * _plain(params, x)
 
     large = dataclasses.replace(_MECHANISM, l2_clip_norm=1e-9)
-    given = {"mechanism": large, "policies": ["mixed_float16"]}
+    given = _GIVEN | {"mechanism": large, "policies": ["mixed_float16"]}
     (verdict,) = compare_policies(tiny, _PARAMS, _X, **given)
     assert not verdict.is_safe
     assert "no" in str(verdict)
     (verdict,) = compare_policies(tiny, _PARAMS, _X, **given, loss_scale=2.0**14)
     assert verdict.is_safe
+
+
+def test_errors_that_begin_when_parameters_have_moved_are_found():
+    """At first, the entries near 500 are numbers that bfloat16 has."""
+    params = {"a": jnp.full((8, 4), 500.0), "b": jnp.full((8, 4), 500.0)}
+
+    def loss(params, x):
+        outputs = x @ (params["a"] - params["b"])
+        return jnp.mean(jnp.square(jnp.tanh(outputs - 1)))
+
+    still = _verdict(loss, params=params, optimizer=optax.set_to_zero())
+    assert still.is_safe
+    assert still.float32_paths == ()
+    moved = _verdict(loss, params=params, optimizer=optax.sgd(0.5))
+    assert moved.float32_paths or not moved.is_safe
+    assert moved.steps == _MECHANISM.iterations
 
 
 def test_with_enough_noise_an_error_does_not_matter():
@@ -123,11 +142,12 @@ def test_a_loss_that_clashes_with_some_paths_has_a_verdict():
         ({"mechanism": _MECHANISM.without_privacy()}, "must be private"),
         ({"policies": "float8"}, "policies must be a list"),
         ({"policies": ["float9"]}, "policy"),
+        ({"optimizer": optax.sgd}, "optimizer must be a GradientTransformation"),
     ],
 )
 def test_wrong_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        compare_policies(_plain, _PARAMS, _X, **{"mechanism": _MECHANISM} | options)
+        compare_policies(_plain, _PARAMS, _X, **_GIVEN | options)
 
 
 def test_data_without_a_finite_gradient_have_no_verdict():

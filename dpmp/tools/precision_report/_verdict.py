@@ -1,7 +1,9 @@
 """Whether a policy is safe for a private run: its error beside the noise of the run.
 
 Per-example gradients are clipped and added up as in training, under the policy and in
-float32, and the two sums are compared.
+float32, and the two sums are compared: at the given parameters, and at those that
+private training in float32 makes of them. There, entries have grown, and a gradient
+that was exact at zero may round.
 """
 
 import contextlib
@@ -12,11 +14,12 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from dpmp import _plain_text, _validate
 from dpmp._arrays import as_device_dtypes
@@ -31,16 +34,19 @@ from dpmp.tools.precision_report._comparison import cast, path_of
 # A policy is safe if all its errors together stay below this share of all noise.
 _SHARE_OF_NOISE = 0.3
 # Or if steps go as far down the slope of the loss as in float32, up to this share, and
-# no further to the side than this share of their length. To the side, the loss changes
-# by the square of it.
+# no further to the side than this share of the longest of them. To the side, the loss
+# changes by the square of it.
 _ALONG, _ASIDE = 0.05, 0.3
 
 # The numbers of parameters that are tried in float32, out of so many candidates.
 _TRIED = 1, 3, 10
 _NUM_CANDIDATES = 32
 
+_NUM_STEPS = 100  # of the training in float32, at most
+
 _SLOW = 1.2  # one measurement tells no smaller difference
 
+_Leaves = list[np.ndarray]  # of a sum of clipped gradients, in float64
 _FLOAT32 = Policy.from_name("float32")
 _PRESETS = "tf32", "mixed_bfloat16", "mixed_float16", "float8"
 
@@ -55,9 +61,11 @@ class Verdict:
       float32_paths: the parameters that must stay in float32 for that.
       kept: how far steps go in the direction of the float32 gradient, over how far they
         should go: 1.0 if nothing is lost.
-      aside: the length of the rest of the step, in the same unit.
+      aside: the length of the rest of the step, over that of the longest in float32.
       error: the errors of all steps, as if all had one direction, over the norm of the
         noise of all steps.
+      steps: the number of private steps in float32 after which the policy was compared
+        once more. All numbers are those of the worse comparison.
       time_ratio: the time of a sum of clipped gradients on this device, over float32.
     """
 
@@ -67,6 +75,7 @@ class Verdict:
     kept: float
     aside: float
     error: float
+    steps: int
     time_ratio: float
 
     def __str__(self) -> str:
@@ -75,14 +84,14 @@ class Verdict:
             paths = f"float32_paths={self.float32_paths!r}"
             answer = f"only with {paths}" if self.float32_paths else "yes"
             is_hidden = self.error <= _SHARE_OF_NOISE
-            answer += ", for these parameters, because "
+            answer += ", because "
             answer += "noise hides the errors" if is_hidden else "steps hardly differ"
         text = (
             f"Is {self.policy} safe for this private run? {answer}. Steps go "
             f"{self.kept:.1%} as far in the direction of the float32 gradient, and "
             f"{self.aside:.1%} aside. The errors of all steps are at most "
-            f"{self.error:.2g} times their noise. Ask again at the parameters of a "
-            "float32 run on public data, of as many steps as are planned."
+            f"{self.error:.2g} times their noise. That is the worse of two answers: at "
+            f"the given parameters, and after {self.steps} private steps in float32."
         )
         if not self.is_safe:
             text += (
@@ -102,14 +111,17 @@ def compare_policies(
     fun: Callable[..., Any],
     *args: Any,
     mechanism: DPSGD,
+    optimizer: optax.GradientTransformation,
     policies: Sequence[str | Policy] = _PRESETS,
     loss_scale: float = 1.0,
     reference: Callable[..., Any] | None = None,
 ) -> list[Verdict]:
     """Says which policies are safe for a private run, and which parameters need more.
 
-    Rounding errors that are much smaller than the noise of the run do no harm. If a
-    policy is not safe, it is tried again with a few parameters in float32: those whose
+    Rounding errors that are much smaller than the noise of the run do no harm. Sums of
+    clipped gradients are compared with those in float32 twice: at the given parameters,
+    and after up to 100 private steps in float32 on the given batch. If a policy is not
+    safe, it is tried again with a few parameters in float32: those whose
     rounding alone moves the gradient most.
 
     The numbers have no noise: use public or synthetic data only.
@@ -122,6 +134,7 @@ def compare_policies(
     ...     jnp.ones(3),
     ...     np.ones((8, 3), np.float32),
     ...     mechanism=mechanism,
+    ...     optimizer=optax.sgd(0.1),
     ...     policies=["mixed_bfloat16"],
     ... )
     >>> verdict.is_safe
@@ -130,11 +143,10 @@ def compare_policies(
     Args:
       fun: the loss of one example, which gets it as a batch of one, as for `DPTrainer`
         without a key.
-      *args: the parameters, and a batch: arrays with an axis of examples. 32 of them or
-        more tell enough. Ask at the first parameters, and at those of a float32 run on
-        public data of as many steps: an entry that has grown may no longer move in few
-        bits.
+      *args: the first parameters, and a batch: arrays with an axis of examples. 32 of
+        them or more tell enough.
       mechanism: a calibrated run, with its clip norm, noise and number of steps.
+      optimizer: the optimizer of the run, which decides how far parameters move.
       policies: a list of policies or names of presets. Of a policy with a
         `rounded_share`, all products are rounded.
       loss_scale: the factor of the loss, a power of two, where a policy computes in
@@ -161,6 +173,8 @@ def compare_policies(
     )
     fix = 'Use ["mixed_bfloat16"], for example.'
     policies = _validate.instance((list, tuple), fix, policies=policies)
+    fix = "Use optax.adam(1e-3), for example."
+    _validate.instance(optax.GradientTransformation, fix, optimizer=optimizer)
     args = as_device_dtypes(args)
     first = mechanism.initial_clip_norm
     mechanism = dataclasses.replace(
@@ -170,7 +184,7 @@ def compare_policies(
         microbatch_size=None,
     )
     _validate.optional(_validate.function)(reference=reference)
-    trials = _Trials(fun, args, mechanism, loss_scale, reference or fun)
+    trials = _Trials(fun, args, mechanism, optimizer, loss_scale, reference or fun)
     return [_verdict(trials, x) for x in policies]
 
 
@@ -197,13 +211,6 @@ def _name_of(policy: Policy) -> str:
     return policy.compute_dtype.name + with_products
 
 
-class _Sum(NamedTuple):
-    """A sum of clipped gradients, by leaf in float64, and the seconds it took."""
-
-    leaves: list[np.ndarray]
-    seconds: float
-
-
 class _Trials:
     """Sums of clipped gradients of one loss under several policies."""
 
@@ -212,35 +219,67 @@ class _Trials:
         fun: Callable[..., Any],
         args: Sequence[PyTree],
         mechanism: DPSGD,
+        optimizer: optax.GradientTransformation,
         loss_scale: float,
         reference: Callable[..., Any],
     ):
-        self._fun, self._args, self._loss_scale = fun, args, loss_scale
+        self._fun, self._batch, self._loss_scale = fun, args[1:], loss_scale
         self._mechanism, self._reference = mechanism, reference
+        self._steps = min(mechanism.iterations, _NUM_STEPS)
         self._run = functools.cache(self._compiled)
         self._sum = functools.cache(self._clipped_sum)
+        self._seconds = functools.cache(self._measured)
+        self._params = args[0], self._trained(args[0], optimizer)
+
+    def _trained(self, params: PyTree, optimizer: optax.GradientTransformation) -> Any:
+        """The parameters after private steps in float32."""
+        stddev = self._mechanism.stddev
+
+        @jax.jit
+        def update(params, opt_state, total, key):
+            leaves, treedef = jax.tree.flatten(params)
+            keys = jax.random.split(key, len(leaves))
+            grads = [
+                x / self._share() + stddev * jax.random.normal(k, x.shape, x.dtype)
+                for x, k in zip(total, keys, strict=True)
+            ]
+            updates, opt_state = optimizer.update(
+                jax.tree.unflatten(treedef, grads), opt_state, params
+            )
+            return optax.apply_updates(params, updates), opt_state
+
+        run = self._run(self._reference, _FLOAT32)
+        params = _FLOAT32.cast_to_param(params)
+        opt_state = optimizer.init(params)
+        # The data are public, and so may the noise be.
+        for key in jax.random.split(jax.random.key(0), self._steps):
+            total = run(params, *self._batch)
+            params, opt_state = update(params, opt_state, total, key)
+        return params
 
     def of(self, policy: Policy, name: str) -> Verdict:
-        """Compares a policy with float32."""
-        found = self._sum(self._fun, policy)
-        exact = self._sum(self._reference, _FLOAT32)
-        grad, reference = (
-            np.concatenate([np.ravel(x) for x in total.leaves])
-            for total in (found, exact)
-        )
+        """Compares a policy with float32, where that is worse for it."""
+        found = [self._at(place, policy, name) for place in (0, 1)]
+        return max(found, key=lambda verdict: (not verdict.is_safe, verdict.error))
+
+    def _at(self, place: int, policy: Policy, name: str) -> Verdict:
+        """Compares a policy with float32 at one of the sets of parameters."""
+        found = self._sum(self._fun, policy, place)
+        exact = self._sum(self._reference, _FLOAT32, place)
+        grad, reference = _flat(found), _flat(exact)
         length = float(np.linalg.norm(reference))
         _validate.require(
             0 < length < math.inf,
             "the clipped gradients in float32 must have a sum that is finite and not "
-            "zero. Look for NaN in the batch and the parameters.",
+            "zero. Look for NaN in the batch and the parameters, and try a lower "
+            "learning rate.",
             norm=length,
+            steps=self._steps * place,
         )
         kept = float(grad @ reference) / length**2
-        aside = float(np.linalg.norm(grad - kept * reference)) / length
-        number = len(jax.tree.leaves(self._args[1:])[0])
-        # As if the batch had the expected size, for which `stddev` is.
-        stddev = self._mechanism.stddev * number / self._mechanism.expected_batch_size
-        noise = stddev * math.sqrt(grad.size / self._mechanism.iterations)
+        aside = float(np.linalg.norm(grad - kept * reference)) / self._longest_step()
+        noise = self._mechanism.stddev * self._share()
+        noise *= math.sqrt(grad.size / self._mechanism.iterations)
         error = float(np.linalg.norm(grad - reference)) / noise
         is_close = abs(kept - 1) <= _ALONG and aside <= _ASIDE
         return Verdict(
@@ -250,19 +289,32 @@ class _Trials:
             kept=kept,
             aside=aside,
             error=error,
-            time_ratio=found.seconds / exact.seconds,
+            steps=self._steps,
+            time_ratio=self._seconds(self._fun, policy)
+            / self._seconds(self._reference, _FLOAT32),
         )
+
+    def _share(self) -> float:
+        """The size of the batch over the expected one, for which `stddev` is."""
+        number = len(jax.tree.leaves(self._batch)[0])
+        return number / self._mechanism.expected_batch_size
+
+    def _longest_step(self) -> float:
+        """The norm of the longest sum in float32: training ends with short ones."""
+        totals = (self._sum(self._reference, _FLOAT32, place) for place in (0, 1))
+        return max(float(np.linalg.norm(_flat(total))) for total in totals)
 
     def furthest(self, policy: Policy) -> list[str]:
         """Expressions for the paths of parameters, those that matter most first.
 
-        A parameter matters if rounding it alone moves the sum in float32.
+        A parameter matters if rounding it alone moves the last sum in float32.
         """
-        exact = self._sum(self._reference, _FLOAT32).leaves
-        errors = map(_distance, self._sum(self._fun, policy).leaves, exact)
+        params = self._params[1]
+        exact = self._sum(self._reference, _FLOAT32, 1)
+        errors = map(_distance, self._sum(self._fun, policy, 1), exact)
         candidates = np.argsort(list(errors))[::-1][:_NUM_CANDIDATES]
-        leaves, treedef = jax.tree.flatten(self._args[0])
-        rounded = jax.tree.leaves(jax.jit(policy.cast_to_compute)(self._args[0]))
+        leaves, treedef = jax.tree.flatten(params)
+        rounded = jax.tree.leaves(jax.jit(policy.cast_to_compute)(params))
 
         def effect(i: int) -> float:
             changed = [
@@ -271,19 +323,26 @@ class _Trials:
                 *leaves[i + 1 :],
             ]
             params = jax.tree.unflatten(treedef, changed)
-            moved = self._run(self._reference, _FLOAT32)(params, *self._args[1:])
+            moved = self._run(self._reference, _FLOAT32)(params, *self._batch)
             return math.hypot(*map(_distance, moved, exact))
 
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._args[0])]
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         order = sorted(candidates, key=effect, reverse=True)
         return [f"^{re.escape(path_of(paths[i]))}$" for i in order]
 
-    def _clipped_sum(self, fun: Callable[..., Any], policy: Policy) -> _Sum:
+    def _clipped_sum(
+        self, fun: Callable[..., Any], policy: Policy, place: int
+    ) -> _Leaves:
+        """A sum of clipped gradients, by leaf in float64."""
+        total = self._run(fun, policy)(self._params[place], *self._batch)
+        return [np.asarray(x, np.float64) for x in total]
+
+    def _measured(self, fun: Callable[..., Any], policy: Policy) -> float:
+        """The seconds that a sum takes once it is compiled."""
         run = self._run(fun, policy)
-        leaves = [np.asarray(x, np.float64) for x in run(*self._args)]
         start = time.perf_counter()
-        jax.block_until_ready(run(*self._args))
-        return _Sum(leaves, time.perf_counter() - start)
+        jax.block_until_ready(run(self._params[0], *self._batch))
+        return time.perf_counter() - start
 
     def _compiled(
         self, fun: Callable[..., Any], policy: Policy
@@ -299,6 +358,10 @@ class _Trials:
             return list(map(to_float, jax.tree.leaves(total, is_leaf=is_grid)))
 
         return run
+
+
+def _flat(leaves: _Leaves) -> np.ndarray:
+    return np.concatenate([np.ravel(x) for x in leaves])
 
 
 def _distance(a: Any, b: Any) -> float:
