@@ -60,6 +60,18 @@ def check_key(prng_key: Any) -> None:
     )
 
 
+def check_model_key(what: str, key: Any) -> None:
+    """Raises ValueError unless `key` is one jax key, new-style or old-style."""
+    is_array = isinstance(key, jax.Array)
+    is_new = is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_old = is_array and key.dtype == jnp.uint32 and key.ndim == 1
+    _validate.require(
+        is_old or (is_new and key.shape == ()),
+        f"{what} must be one key of jax. Use jax.random.key(0), for example.",
+        given=str(jax.typeof(key)) if is_array else type(key).__name__,
+    )
+
+
 def fold_in(prng_key: jax.Array, data: Any) -> jax.Array:
     """Computes `jax.random.fold_in` once; see `_in_memory`."""
     return _in_memory(lambda: jax.random.fold_in(prng_key, data), prng_key)

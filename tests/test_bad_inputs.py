@@ -197,6 +197,15 @@ def sharding(*axes, x="model"):
     return jax.NamedSharding(mesh, jax.P(*axes))
 
 
+def with_key(w, x, key):
+    return linear(w, x) * jax.random.uniform(key)
+
+
+def draw_twice():
+    search = planning.BestOfRuns(mechanism=dpsgd(), expected_runs=5)
+    return [search.draw(["a", "b"]) for _ in range(2)]
+
+
 class Broken:
     """A source that returns one row for any array of indices."""
 
@@ -634,6 +643,29 @@ CALLED = {
     "optimizer must be": [
         lambda: estimate_memory(FLOATS, BATCH, policy="float32", optimizer=optax.adam)
     ],
+    "a search must draw its runs once": [lambda: draw_twice()],
+    "key must be one key of jax": [
+        lambda: lora.init(0, {"kernel": np.ones((3, 2))}, 2, "kernel"),
+    ],
+    "the argument at prng_argnum must be one key": [
+        lambda: dpmp.clipped_grad(with_key, l2_clip_norm=1.0, prng_argnum=2)(
+            FLOATS, BATCH, 12345
+        )
+    ],
+    "parameters and batch must be arrays": [
+        lambda: dpmp.compare_policies(
+            linear,
+            FLOATS,
+            jax.ShapeDtypeStruct((8, 3), jnp.float32),
+            mechanism=dpsgd(),
+            optimizer=optax.sgd(0.1),
+        )
+    ],
+    "the parameters of the state must have": [
+        lambda: trainer(
+            policy=dpmp.Policy(jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True)
+        ).fit(trainer().init(PARAMS), DATA)
+    ],
     "candidates must be": [
         lambda: planning.BestOfRuns(mechanism=dpsgd(), expected_runs=5).draw("adam")
     ],
@@ -788,6 +820,26 @@ def test_the_state_of_a_privatizer_shows_no_key():
     noise_state = privatizer(prng_key=KEY).init(FLOATS)
     words = np.asarray(jax.random.key_data(KEY)).tolist()
     assert not any(str(word) in repr((FLOATS, noise_state)) for word in words if word)
+
+
+def test_a_parameter_that_is_never_read_is_warned_of():
+    made = trainer()
+    state = made.init({**PARAMS, "unused": np.ones(2, np.float32)})
+    with pytest.warns(UserWarning, match=r"never reads 1 of 2 .* as \['unused'\]\. No"):
+        made.fit(state, DATA, progress=False)
+
+
+def test_autocast_under_a_policy_of_16_bits_is_warned_of():
+    with pytest.warns(UserWarning, match="the policy rounds parameters"):
+        trainer(loss_fn=dpmp.autocast(loss_fn), policy="mixed_bfloat16")
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "checkpoints/2"])
+def test_a_folder_in_a_run_is_no_directory_for_another(folder, tmp_path):
+    made = trainer()
+    made.fit(made.init(PARAMS), DATA, progress=False, checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match="not a folder in it: the steps in the ledger"):
+        made.fit(made.init(PARAMS), DATA, checkpoint_dir=tmp_path / folder)
 
 
 def test_a_loss_that_closes_over_as_many_rows_as_examples_is_warned_of():

@@ -11,6 +11,7 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._arrays import as_device_dtypes, name_of
+from dpmp._random import check_model_key
 from dpmp._typing import PyTree
 from dpmp._validate import as_number
 from dpmp._warnings import warn
@@ -82,6 +83,7 @@ class Signature:
         examples = {i: args[i] for i in self.batch_argnums}
         if self.prng_argnum is not None:
             key = args[self.prng_argnum]
+            check_model_key("the argument at prng_argnum", key)
             examples[self.prng_argnum] = jax.random.split(key, batch_size)
         return examples
 

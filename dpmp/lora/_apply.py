@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from dpmp import _meshes, _validate
 from dpmp._arrays import as_device_dtypes
+from dpmp._random import check_model_key
 from dpmp._typing import PyTree
 from dpmp.lora._adapters import (
     Adapters,
@@ -71,6 +72,7 @@ def init(
       ValueError: if no array is selected, if a target is not a matrix or a stack of
         matrices, or if `fun` uses a target in anything but products.
     """
+    check_model_key("key", key)
     rank = _validate.positive_integer(rank=rank, fix="Use 4 to 64.")
     alpha = _validate.positive(alpha=rank if alpha is None else alpha)
     arrays = by_path(params)

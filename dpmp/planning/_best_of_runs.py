@@ -130,8 +130,7 @@ class BestOfRuns:
         """Draws the settings of all runs: a secret list, of a secret random length.
 
         Call it once, in one process. If the program may stop before all runs are made,
-        store the list with the same care as the data. A second call would draw another
-        search.
+        store the list with the same care as the data.
 
         Args:
           candidates: the settings to choose from, of any type.
@@ -141,7 +140,7 @@ class BestOfRuns:
           number generator of the operating system.
 
         Raises:
-          ValueError: if there are no candidates.
+          ValueError: if there are no candidates, or in a second call.
         """
         _validate.require(
             isinstance(candidates, list | tuple) and len(candidates) > 0,
@@ -155,6 +154,14 @@ class BestOfRuns:
             "search.calibrate(epsilon=, delta=).",
             noise_multiplier=None,
         )
+        _validate.require(
+            not hasattr(self, "_has_drawn"),
+            "a search must draw its runs once: those of a second draw cost as much "
+            "again. Use the list of the first call. For another search, whose epsilon "
+            "adds up, make another BestOfRuns.",
+            calls=2,
+        )
+        object.__setattr__(self, "_has_drawn", True)
         # Rounded up: a search that ends a little earlier costs a little less.
         end = math.ceil(2**64 / Fraction(self.expected_runs))
         runs = [secrets.choice(candidates)]

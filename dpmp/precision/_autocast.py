@@ -25,6 +25,8 @@ from dpmp._typing import PyTree
 from dpmp.precision._policy import Policy
 from dpmp.programs import bodies, interpreter, primitives
 
+_MARK = "_is_autocast"  # functions that wrap it have a copy
+
 
 def autocast(
     fun: Callable[..., PyTree], policy: str | Policy = "mixed_bfloat16"
@@ -67,7 +69,13 @@ def autocast(
         results = _run(closed, jax.tree.leaves(args), dtype)
         return jax.tree.unflatten(treedef, results)
 
+    setattr(cast_fun, _MARK, True)
     return cast_fun
+
+
+def is_autocast(fun: Callable[..., Any]) -> bool:
+    """Whether a function, or one that it wraps, is the result of `autocast`."""
+    return getattr(fun, _MARK, False)
 
 
 def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:

@@ -128,7 +128,7 @@ _HINTS = (
 def check_program(
     jaxpr: Any,
     *,
-    num_params: int,
+    params: Sequence[str],
     num_columns: int,
     takes_key: bool,
     compute_dtype: Any,
@@ -136,13 +136,14 @@ def check_program(
 ) -> None:
     """Checks the jaxpr of a loss, with parameters and then columns as arguments.
 
+    `params` has the paths of the parameters.
     The loss receives parameters and float inputs in `compute_dtype`. Raises ValueError
     if nothing reads the parameters or the batch, and warns of the other mistakes.
     `num_examples` is None if it is private.
     """
     read = interpreter.variables_read(jaxpr)
     all_read = set().union(*read)
-    columns = jaxpr.invars[num_params : num_params + num_columns]
+    columns = jaxpr.invars[len(params) : len(params) + num_columns]
     _validate.require(
         not all_read.isdisjoint(columns),
         "loss_fn must compute with the batch that it is given. Data that it closes "
@@ -150,13 +151,20 @@ def check_program(
         reads_batch=False,
     )
     _validate.require(
-        not all_read.isdisjoint(jaxpr.invars[:num_params]),
+        not all_read.isdisjoint(jaxpr.invars[: len(params)]),
         "loss_fn must compute with the params that it is given. Models of Keras, NNX "
         "and Equinox have parameters of their own. Use model.stateless_call(params, "
         "...), nnx.merge(graphdef, params), or eqx.combine(params, static). "
         "docs/recipes.md has each of them.",
         reads_params=False,
     )
+    pairs = zip(params, jaxpr.invars[: len(params)], strict=True)
+    if unread := [path for path, variable in pairs if variable not in all_read]:
+        warn(
+            f"loss_fn never reads {len(unread)} of {len(params)} arrays of params, "
+            f"such as {', '.join(unread[:3])}. Noise alone would train them. Leave "
+            "them out of params; the loss may close over them."
+        )
     eqns = bodies.equations(jaxpr)
     names = {eqn.primitive.name for eqn in eqns}
     _validate.require(
@@ -199,7 +207,8 @@ def check_program(
             f'of Keras do until keras.config.set_dtype_policy("mixed_{dtype.name}") is '
             "called before they are made. Or it combines them with frozen arrays or "
             "random numbers of a wider dtype, which can be cast. For any other loss, "
-            'use dpmp.autocast(loss_fn), or policy="float32" if this is meant.'
+            'use policy="float32", with dpmp.autocast(loss_fn) if products in '
+            f"{dtype.name} are meant."
         )
 
 

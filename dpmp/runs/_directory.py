@@ -285,6 +285,14 @@ def opened(
         yield None
         return
     path = checked_path(directory)
+    of_run = path.name == _CHECKPOINTS and (path.parent / _ledger.NAME).exists()
+    _validate.require(
+        not of_run and not (path / _FACTS).exists(),
+        "checkpoint_dir must be the directory of a run, not a folder in it: the steps "
+        "in the ledger of the run would not count. Pass the directory that the run was "
+        "started with.",
+        checkpoint_dir=str(path),
+    )
     with contextlib.ExitStack() as stack:
         with files_required("a run must be able to lock its directory by a file"):
             on_first(lambda: stack.enter_context(_files.locked(path)))

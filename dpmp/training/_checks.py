@@ -21,7 +21,7 @@ from dpmp._validate import as_number, as_real
 from dpmp._warnings import warn
 from dpmp.loss_scaling import ScaledLoss
 from dpmp.mechanism import DPSGD
-from dpmp.precision import Policy
+from dpmp.precision import Policy, is_autocast
 from dpmp.sources import check_sharding
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 
@@ -55,8 +55,14 @@ def check_types(
     _validate.boolean(uses_prng_key=uses_prng_key)
 
 
-def warn_of_policy(policy: Policy, loss_scale: Any) -> None:
-    """Warns of a policy that is slow on this device or that trains little."""
+def warn_of_policy(policy: Policy, loss_scale: Any, loss_fn: Any) -> None:
+    """Warns of a policy that is slow on this device, trains little or is no help."""
+    if is_autocast(loss_fn) and policy.compute_dtype.itemsize == 2:
+        warn(
+            "loss_fn is the result of dpmp.autocast, but the policy rounds parameters "
+            "and inputs to 16 bits before, so that sums and exponentials are not in "
+            'float32. Use policy="float32".'
+        )
     if policy.is_emulated:
         warn(
             "products of few bits are emulated on this device: operands and cotangents "

@@ -99,6 +99,14 @@ class Step:
 
     def check_structure(self, state: TrainingState) -> None:
         """Raises ValueError for the state of a trainer of another kind."""
+        dtypes = {x.dtype for x in jax.tree.leaves(state.params)}
+        _validate.require(
+            dtypes <= {self.policy.param_dtype},
+            "the parameters of the state must have the param_dtype of the policy. Use "
+            "the policy that the state was made with, or trainer.init(state.params).",
+            param_dtype=self.policy.param_dtype.name,
+            dtypes=sorted(x.name for x in dtypes),
+        )
         structure = jax.tree.structure(state)
         if structure not in self._structures:
             self._structures[structure] = self._differences(state)
@@ -236,7 +244,10 @@ class Step:
         dtype, mechanism = self.policy.compute_dtype, self.mechanism
         check = functools.partial(
             losses.check_program,
-            num_params=len(jax.tree.leaves(args[0])),
+            params=[
+                jax.tree_util.keystr(path)
+                for path, _ in jax.tree_util.tree_leaves_with_path(args[0])
+            ],
             num_columns=len(jax.tree.leaves(args[1])),
             takes_key=self.uses_prng_key,
             compute_dtype=dtype,

@@ -106,7 +106,7 @@ class DPTrainer:
         loss_scale = as_number(loss_scale)
         if not isinstance(loss_scale, DynamicScale | None):
             loss_scaling.check(loss_scale)
-        _checks.warn_of_policy(policy, loss_scale)
+        _checks.warn_of_policy(policy, loss_scale, loss_fn)
         self.last_state: TrainingState | None = None
         self._step = Step(
             mechanism=mechanism,

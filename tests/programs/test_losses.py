@@ -21,7 +21,7 @@ def check(loss_fn, *, policy="float32", uses_prng_key=False):
     key = (jax.random.key(0),) if uses_prng_key else ()
     checked = functools.partial(
         check_program,
-        num_params=1,
+        params=["['w']"],
         num_columns=1,
         takes_key=uses_prng_key,
         compute_dtype=dtype,

@@ -146,8 +146,12 @@ def test_a_neighbour_without_another_example_is_refused():
         policy="float32",
     )
     params = {"w": jnp.zeros(40), "b": jnp.zeros(())}
-    with pytest.raises(ValueError, match=r"another example .* at this index; got inde"):
+    refused = pytest.raises(ValueError, match=r"the same ones at all others; got inde")
+    with refused:
         audit.replay(trainer, params, data(), index=3, neighbour=data(2.0))
+    others = jax.tree.map(lambda x: x[::-1], data())
+    with refused:
+        audit.replay(trainer, params, data(), index=EXAMPLE, neighbour=others)
 
 
 CONTRACT = {

@@ -283,11 +283,10 @@ def test_frozen_averages_of_batch_norm_are_no_reason_to_warn(make):
     trace(*make(train=False))
 
 
-@pytest.mark.parametrize("kind", ["float32", "mixed_bfloat16", "autocast"])
+@pytest.mark.parametrize("kind", ["float32", "mixed_bfloat16"])
 def test_a_keras_model_must_compute_in_16_bits_under_such_a_policy(kind):
     options = {"dtype": kind} if kind == "mixed_bfloat16" else {}
     model, loss_fn = keras_model(lambda x: [x.Dense(1, **options)])
-    loss_fn = dpmp.autocast(loss_fn) if kind == "autocast" else loss_fn
 
     def params_after():
         return trace(model.trainable_variables, loss_fn, policy="mixed_bfloat16")

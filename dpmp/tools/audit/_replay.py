@@ -129,9 +129,9 @@ def replay(
         index=index,
     )
     _validate.require(
-        not _have_same_row(source, neighbour, index),
-        "neighbour must have another example than the data at this index. Pass the "
-        "index in which the two differ.",
+        _may_be_neighbour(source, neighbour, index),
+        "neighbour must have another example than the data at this index, and the same "
+        "ones at all others. Pass the index in which the two differ.",
         index=index,
     )
     _validate.require(
@@ -198,20 +198,27 @@ def replay(
     return ReplayAudit(max(changes) / allowed, tuple(differs))
 
 
-def _have_same_row(source: Any, neighbour: Any, index: int) -> bool:
-    """Whether two datasets of arrays have the same example at an index.
+def _may_be_neighbour(source: Any, neighbour: Any, index: int) -> bool:
+    """Whether two datasets differ in an example and nowhere else, if they are arrays.
 
     Other sources are not asked: one that remembers must not see it before the run.
     """
     if neighbour is None:
-        return False
+        return True
     loaders = [loader_of(x, None) for x in (source, neighbour)]
-    if not all(x.is_arrays and x.num_examples > index for x in loaders):
-        return False
-    one, other = (jax.tree.leaves(x.rows(np.array([index]))) for x in loaders)
-    return len(one) == len(other) and all(
-        x.tobytes() == y.tobytes() for x, y in zip(one, other, strict=True)
-    )
+    if not all(x.is_arrays for x in loaders):
+        return True
+    sizes = [x.num_examples for x in loaders]
+    one, other = (jax.tree.leaves(x.rows(np.arange(min(sizes)))) for x in loaders)
+    if [x.dtype for x in one] != [x.dtype for x in other]:
+        return True  # which is refused with more to say
+    differing = {
+        i
+        for x, y in zip(one, other, strict=True)
+        for i in range(len(x))
+        if x[i].tobytes() != y[i].tobytes()
+    }
+    return differing == {index}
 
 
 class _Tape:

@@ -176,6 +176,12 @@ def compare_policies(
     fix = "Use optax.adam(1e-3), for example."
     _validate.instance(optax.GradientTransformation, fix, optimizer=optimizer)
     args = as_device_dtypes(args)
+    _validate.require(
+        not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)),
+        "parameters and batch must be arrays, because the answer depends on their "
+        "values. Pass public or synthetic examples, or use dpmp.precision_report.",
+        given="ShapeDtypeStruct",
+    )
     first = mechanism.initial_clip_norm
     mechanism = dataclasses.replace(
         mechanism,
