@@ -61,7 +61,7 @@ ADAPTERS = {
 
 
 # Adapters of a language model of 135 million parameters: minutes for a run.
-LARGE = {"adapters": accuracy_tasks.smollm2_adapters}
+LARGE = {"SmolLM2 adapters": accuracy_tasks.smollm2_adapters}
 
 
 class Row(NamedTuple):
@@ -152,9 +152,12 @@ def train(
 
 
 @functools.cache
-def prepare(name: str, steps: int | None) -> tuple[accuracy_tasks.Task, dpmp.DPSGD]:
-    """A task, and DP-SGD for its loss with its weight."""
-    task = (TASKS | ADAPTERS | LARGE)[name]()
+def prepare(
+    name: str, steps: int | None, dtype: Any = jnp.bfloat16
+) -> tuple[accuracy_tasks.Task, dpmp.DPSGD]:
+    """A task, and DP-SGD for its loss with its weight; `dtype` is of a frozen base."""
+    is_large = name in LARGE
+    task = LARGE[name](dtype) if is_large else (TASKS | ADAPTERS)[name]()
     task = task._replace(steps=steps or task.steps)
     mechanism = dpmp.DPSGD(
         num_examples=task.num_examples,

@@ -5,15 +5,15 @@ DP-SGD than without, and that it helps to round other layers in each step. Here,
 tasks of `accuracy_by_precision.py` are trained with products in formats of few bits, of
 all parameters, or of those for which a coin in each step says so, at two epsilons and
 without privacy. Seeds, data and optimizer are those of that benchmark. A third task
-adapts a language model, by the settings of `examples/finetune_llm.py`; one coin is for
-all of its frozen matrices.
+adapts a language model, by the settings of `examples/finetune_llm.py` with fewer steps
+and shorter records; one coin is for all of its frozen matrices.
 
     python -m benchmarks.precision_at_epsilon           # an hour on two cores
-    python -m benchmarks.precision_at_epsilon --task adapters --seeds 1 \
+    python -m benchmarks.precision_at_epsilon --task "SmolLM2 adapters" --seeds 1 \
         --privacy "epsilon 8" none --row mixed_bfloat16 nvfp4 "nvfp4, rotating"
 
-A line has the scores on held-out data of all seeds, computed in float32, but for the
-frozen base of the language model, which is in bfloat16. All data are public.
+A line has the scores on held-out data of all seeds, computed in float32; those of the
+language model with its frozen base in bfloat16. All data are public.
 """
 
 from typing import Annotated, Any
@@ -50,7 +50,9 @@ def benchmark(
     steps: int | None = None,
 ) -> harness.Lines:
     """A line for each task, epsilon and format."""
-    made, mechanism = accuracy_by_precision.prepare(task, steps)
+    policy: Any = ROWS[row].policy
+    dtype = dpmp.Policy.parse(policy).compute_dtype
+    made, mechanism = accuracy_by_precision.prepare(task, steps, dtype)
     epsilon = PRIVACY[privacy]
     if epsilon is None:
         mechanism = mechanism.without_privacy()
