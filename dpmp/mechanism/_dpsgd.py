@@ -451,9 +451,10 @@ class DPSGD:
         steps = self.iterations if step is None else as_number(step)
         _validate.require(
             _validate.is_integer(steps) and 0 <= steps <= self.iterations,
-            f"step must be from 0 to iterations = {self.iterations}",
+            f"step must be an integer from 0 to iterations = {self.iterations}",
             step=step,
-            fix="Use one of these, or plan more iterations before the run starts.",
+            fix="Use one of these, or plan more iterations before the run starts. A "
+            "delta is passed by its name: guarantee(delta=1e-5).",
         )
         delta = accounting.required_delta(self.delta if delta is None else delta)
         return _privacy_cost.guarantee_of({cost: steps}, delta=delta)

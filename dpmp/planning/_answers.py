@@ -159,6 +159,22 @@ def program(
     return "\n".join(lines)
 
 
+def hours(plan: Plan, rate: float) -> str:
+    """The time of a run of which only the examples per second are known."""
+    seconds = plan.batch_size * plan.iterations / rate
+    return f"At this rate the run takes {seconds / 3600:.3g} hours."
+
+
+def not_planned(plan: Plan) -> str:
+    """What only a run can tell."""
+    return _plain_text.paragraph(
+        "Measure on public data what this command cannot know: the learning rate, "
+        f"whether {plan.iterations} steps of this size converge "
+        "(mechanism.without_privacy()), speed, and the largest microbatch. See "
+        "docs/settings.md."
+    )
+
+
 def running_time(
     model: Model, method: Method, plan: Plan, rate: tuple[float, str] | None
 ) -> str:

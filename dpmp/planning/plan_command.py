@@ -102,6 +102,8 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     """Yields paragraphs as soon as they are known, and puts figures into `result`."""
     model = _model(args)
     given = {"memory": args.memory, "rank": args.rank, "rate": args.rate}
+    if args.rate and args.rate[1] == "examples":
+        del given["rate"]  # hours follow from the number of examples alone
     given["length"] = args.length if args.length != _COUNTS["--length"][0] else None
     unused = {name: x for name, x in given.items() if x is not None}
     _validate.require(
@@ -177,7 +179,10 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
         fields = {"num_parameters": args.trainable}
         (start,) = calibrate(sizes=[start.batch_size], **fields)
         yield _answers.noise(start, args.trainable)
+    if args.rate:
+        yield _answers.hours(start, args.rate[0])
     yield _answers.program(args, start, **fields)
+    yield _answers.not_planned(start)
 
 
 def _model(args: argparse.Namespace) -> Model | None:
@@ -232,6 +237,7 @@ def _report_of_model(
         fields = {"microbatch_size": size, "num_parameters": trained}
         yield _answers.program(args, start, method, model.rank, **fields)
         yield _answers.running_time(model, method, start, args.rate)
+        yield _answers.not_planned(start)
 
 
 def _tried(

@@ -43,6 +43,7 @@ _ASSUMED = (
 )
 _NOT_COVERED = (
     "Running time, which depends a little on the sizes of batches.",
+    "Losses, gradient norms and other values of single examples.",
     "Anything else that is released about the data, such as an evaluation on them.",
     "What can be learned about a person from other people's data.",
 )
@@ -87,7 +88,9 @@ def _report(args: argparse.Namespace) -> int:
                 reason=error.strerror,
             )
         sys.stdout.write(f"{path}\n")
-    return 0
+    for text in (remarks := _remarks(report)):
+        sys.stdout.write(f"{text}\n")
+    return 1 if remarks else 0
 
 
 def report_of(
@@ -109,6 +112,7 @@ def report_of(
     return {
         **summary,
         "protected_unit": "one example",
+        "num_examples": {path: _num_examples(x) for path, x in ledgers.items()},
         "neighbours": _UNITS[summary["neighboring_relation"]],
         "curve": [{"delta": d, "epsilon": e} for d, e in curve],
         "attacks": [
@@ -141,6 +145,14 @@ def _success(curve: Sequence[tuple[float, float]], rate: float) -> float:
     return min([1.0, *bounds])
 
 
+def _num_examples(ledger: Ledger) -> int | None:
+    """The size of the data; None where it is protected."""
+    costs = [x.cost for x in ledger.spent.segments]
+    if any(x.neighboring_relation.name == "ADD_OR_REMOVE_ONE" for x in costs):
+        return None
+    return min((x.num_examples for x in costs), default=None)
+
+
 def _digest(ledger: Ledger) -> dict[str, Any] | None:
     """The newest checkpoint: its step and the hash of its files (BLAKE2b)."""
     released = [x for x in ledger.records if x.event == "released" and x.digest]
@@ -149,11 +161,38 @@ def _digest(ledger: Ledger) -> dict[str, Any] | None:
     return {"step": released[-1].segment.stop, "blake2b": released[-1].digest}
 
 
+def _remarks(report: dict[str, Any]) -> list[str]:
+    """What an approver must see first."""
+    failed = [x["file"] for x in report["checks"] if x["passed"] < x["number"]]
+    remarks = [f"A CHECK FAILED, see {x}: the claim may be false." for x in failed]
+    sizes = [x for x in report["num_examples"].values() if x is not None]
+    if sizes and report["delta"] >= 1 / min(sizes):
+        remarks.append(
+            f"DELTA IS TOO LARGE: publishing the record of one of the {min(sizes)} "
+            f"people at random would satisfy delta {1 / min(sizes):.2g}. Use a tenth "
+            "of that at most."
+        )
+    return remarks
+
+
 def _headline(report: dict[str, Any]) -> str:
     epsilon, delta = _digits(report["epsilon"]), digits_above(report["delta"], 3)
     return (
         f"Trained with differential privacy: epsilon {epsilon}, delta {delta}, for "
         f"{report['protected_unit']} of the training data"
+    )
+
+
+def _meaning(report: dict[str, Any]) -> str:
+    """The claim in words; without an epsilon, nothing is claimed."""
+    epsilon = math.inf if report["epsilon"] is None else report["epsilon"]
+    sure = math.ceil(1e4 / (1 + math.exp(-epsilon))) / 100
+    return (
+        "For two datasets that differ in one example, the probability of any released "
+        f"model on one is at most exp({_digits(report['epsilon'])}) times its "
+        f"probability on the other, plus {digits_above(report['delta'], 3)}. Whoever "
+        "takes it for a coin toss whether a record was in the data can become at most "
+        f"{sure:g} % sure from the model, but for a probability of about delta."
     )
 
 
@@ -178,6 +217,10 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report["epsilon_if_planned"] != report["epsilon"]:
         planned = _digits(report["epsilon_if_planned"])
         composition += f"; if all were planned before the first: epsilon {planned}"
+    sizes = ", ".join(
+        f"{path}: {'not shown, it is protected' if x is None else x}"
+        for path, x in report["num_examples"].items()
+    )
     return [
         (
             "Privacy parameters",
@@ -185,6 +228,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"{digits_above(report['delta'], 3)}",
         ),
         ("Unit of privacy", report["protected_unit"]),
+        ("Examples in the data", sizes),
         ("Neighbouring datasets", report["neighbours"]),
         (
             "Trust model",
@@ -195,7 +239,10 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("Composition", composition),
         ("Accountant", report["accountant"]),
         ("Released checkpoints (BLAKE2b)", "; ".join(hashes) or "none"),
-        ("Checks", "; ".join(checked) or "none were passed to this report"),
+        (
+            "Checks of the software, each for the claim that it names",
+            "; ".join(checked) or "none were passed to this report",
+        ),
         ("Software", ", ".join(map(" ".join, report["versions"].items()))),
     ]
 
@@ -217,7 +264,13 @@ def _attack_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _as_markdown(report: dict[str, Any]) -> str:
     """A section for a model card."""
-    lines = ["## Privacy", "", f"{_headline(report)}.", "", "| | |", "| --- | --- |"]
+    lines = [
+        "## Privacy",
+        "",
+        *_remarks(report),
+        f"{_headline(report)}. {_meaning(report)}",
+    ]
+    lines += ["", "| | |", "| --- | --- |"]
     lines += [f"| {a} | {b} |" for a, b in _rows(report)]
     lines += ["", "| false positives of an attack | true positives at most |"]
     lines += ["| --- | --- |", *(f"| {a} | {b} |" for a, b in _attack_rows(report))]
@@ -245,8 +298,8 @@ svg {{ max-width: 100%; height: auto; }}
 </head>
 <body>
 <h1>{headline}</h1>
-<p>For two datasets that differ in one example, the probability of any released model on
-one is at most exp({epsilon}) times its probability on the other, plus {delta}.</p>
+{remarks}
+<p>{meaning}</p>
 <h2>What an attacker can learn</h2>
 <p>Somebody guesses from the released model whether an example was in the data. False
 positives are examples that were not, and are guessed to be. True positives are those
@@ -277,8 +330,8 @@ def _as_html(report: dict[str, Any]) -> str:
     head = "<tr><th>false positives</th><th>true positives, at most</th></tr>"
     return _PAGE.format(
         headline=html.escape(_headline(report)),
-        epsilon=_digits(report["epsilon"]),
-        delta=digits_above(report["delta"], 3),
+        remarks="".join(f"<p><b>{html.escape(x)}</b></p>" for x in _remarks(report)),
+        meaning=html.escape(_meaning(report)),
         attacks=table(_attack_rows(report), head),
         picture=_picture(report),
         rows=table(_rows(report)),

@@ -62,9 +62,9 @@ class Account:
         """The account of a run that is to `stop`, and is planned within a budget."""
         if self.start > stop:
             warn(
-                f"the directory has a state after {self.start} steps, but the run was "
-                f"to stop at {stop}. Nothing was trained, and the later state is "
-                "returned. To have an earlier one, train in another directory."
+                f"there is a state after {self.start} steps, but the run was to stop "
+                f"at {stop}. Nothing was trained, and the later state is returned. To "
+                "have an earlier one, train anew, in another directory."
             )
         if self.start >= stop or epsilon_budget is None:
             return self

@@ -76,24 +76,28 @@ def warn_of_policy(policy: Policy, loss_scale: Any, loss_fn: Any) -> None:
 
 
 def checked_stop(stop_at: Any, state: Any, iterations: int) -> int:
-    """The number of steps after which to stop, from the state's to `iterations`."""
+    """The number of steps after which to stop.
+
+    It may be below that of the state: a program that is started again goes through its
+    epochs from the first one.
+    """
     check_state(state)
-    stop, start = iterations if stop_at is None else as_number(stop_at), int(state.step)
+    stop = iterations if stop_at is None else as_number(stop_at)
+    check_not_over(int(state.step) - 1, iterations)
     _validate.require(
-        _validate.is_integer(stop) and start <= stop <= iterations,
-        f"stop_at must be from the current step to {iterations}. Privacy is accounted "
-        "for `iterations` steps. Plan more of them before the run starts.",
-        step=start,
+        _validate.is_integer(stop) and 0 <= stop <= iterations,
+        f"stop_at must be from 0 to iterations = {iterations}, for which privacy is "
+        "accounted. Plan more of them before the run starts.",
         stop_at=stop,
     )
     return stop
 
 
-def check_not_over(step: int, mechanism: DPSGD) -> None:
+def check_not_over(step: int, iterations: int) -> None:
     """Raises ValueError after the last step."""
     _validate.require(
-        step < mechanism.iterations,
-        f"step must be below iterations = {mechanism.iterations}. Plan more iterations "
+        step < iterations,
+        f"step must be below iterations = {iterations}. Plan more iterations "
         "before the run starts.",
         step=step,
     )

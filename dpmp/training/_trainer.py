@@ -208,7 +208,7 @@ class DPTrainer:
         _checks.check_state(state, batch)
         self._step.check_structure(state)
         mechanism, step = self.mechanism, int(state.step)
-        _checks.check_not_over(step, mechanism)
+        _checks.check_not_over(step, mechanism.iterations)
         if not isinstance(batch, Batch):
             _agreement.check_spans_processes(batch)
             self._compare_processes(state, lambda indices: (), None)
@@ -270,7 +270,7 @@ class DPTrainer:
         _checks.check_makes_steps_alone(self.mechanism)
         _checks.check_state(state)
         self._step.check_structure(state)
-        _checks.check_not_over(int(state.step), self.mechanism)
+        _checks.check_not_over(int(state.step), self.mechanism.iterations)
         check_sharding(batch_sharding, self.mechanism)
         mechanism = self.mechanism
         load = loader_of(
@@ -314,7 +314,8 @@ class DPTrainer:
           source: arrays with a leading axis of `mechanism.num_examples`, a table of
             pandas, a dict of lists, or a `Source`.
           stop_at: the number of steps after which to stop; None for
-            `mechanism.iterations`.
+            `mechanism.iterations`. If there are more already, nothing is trained, and a
+            warning says so.
           batch_sharding: where to put each batch, for training on several devices: a
             `jax.sharding.Sharding` of the leading axis. Each device clips and sums its
             own examples, and each process loads only the examples of its own devices.

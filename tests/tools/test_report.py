@@ -5,14 +5,15 @@ import html.parser
 import json
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
-from ledgers import charged
+from ledgers import MECHANISM, charged
 
 import dpmp
 from dpmp.__main__ import main
 from dpmp.runs._ledger import Ledger
-from dpmp.tools.report import _success
+from dpmp.tools.report import _as_html, _success, report_of
 
 
 @pytest.fixture
@@ -30,10 +31,14 @@ def files(directory, capsys):
     def write(*options):
         output = directory / "out"
         command = ["report", str(directory), "--output", str(output), *options]
-        assert main(command) == 0
+        status = main(command)
         names = ["privacy.json", "privacy.html", "privacy.md"]
-        assert capsys.readouterr().out.split() == [str(output / x) for x in names]
-        return [(output / x).read_text() for x in names]
+        *paths, remarks = capsys.readouterr().out.split("\n", len(names))
+        assert paths == [str(output / x) for x in names]
+        assert status == bool(remarks)
+        texts = [(output / x).read_text() for x in names]
+        assert all(x in text for x in remarks.splitlines() for text in texts[1:])
+        return *texts, remarks
 
     return write
 
@@ -65,7 +70,8 @@ class Page(html.parser.HTMLParser):
 def test_all_documents_have_the_epsilon_of_the_ledger(directory, files, capsys):
     assert main(["ledger", str(directory), "--json"]) == 0
     ledger = json.loads(capsys.readouterr().out)
-    content, page, card = files()
+    content, page, card, remarks = files()
+    assert not remarks
     report = json.loads(content)
     ledger["directories"][0]["directory"] = directory.name
     assert {name: report[name] for name in ledger} == ledger
@@ -106,10 +112,34 @@ def test_checks_are_counted(directory, files):
     bound = {"subject": "canaries", "epsilon": 2.8, "claimed": 4.0}
     results = [bound | {"passed": True}, {"passed": False}]
     path.write_text(json.dumps({"device": "a <b>", "results": results}))
-    content, page, _ = files("--checks", str(path))
+    content, page, _, remarks = files("--checks", str(path))
     assert json.loads(content)["checks"][0]["passed"] == 1
+    assert remarks == "A CHECK FAILED, see checks.json: the claim may be false.\n"
     assert "checks.json (a &lt;b&gt;): 1 of 2 hold" in page
     assert "(canaries: epsilon at least 2.800, claimed 4.000)" in page
+
+
+def test_a_delta_that_is_too_large_for_the_data_is_the_first_that_is_read(files):
+    remarks = files("--delta", "0.001")[-1]
+    assert remarks.startswith(
+        "DELTA IS TOO LARGE: publishing the record of one of the"
+    )
+
+
+@pytest.mark.parametrize("relation", dp_accounting.NeighboringRelation)
+def test_the_number_of_examples_is_shown_unless_it_is_protected(relation, tmp_path):
+    is_protected = relation is dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    size = 12345
+    fields = {
+        "num_examples": size,
+        "neighboring_relation": relation,
+        "sampling_prob": 1.0,
+    }
+    mechanism = dataclasses.replace(MECHANISM, **fields)
+    Ledger(tmp_path).append(charged(0, 4, mechanism=mechanism))
+    report = report_of([tmp_path])
+    assert report["num_examples"] == {tmp_path.name: None if is_protected else size}
+    assert (str(size) in _as_html(report)) != is_protected
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"device": 1}', '{"results": 3}'])

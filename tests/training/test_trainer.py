@@ -513,6 +513,21 @@ def test_a_batch_that_does_not_run_sets_no_standard(width, error):
     assert fit(trainer, stop_at=1).step == 1
 
 
+def test_a_loop_over_epochs_that_is_started_again_goes_on(tmp_path):
+    trainer, warned = default_trainer(), pytest.warns(match="Nothing was trained")
+    saved = fit(trainer, stop_at=3, checkpoint_dir=tmp_path)
+    state = trainer.init(PARAMS)
+    for stop_at in (1, 2):
+        with warned:
+            state = trainer.fit(
+                state, DATA, stop_at=stop_at, checkpoint_dir=tmp_path, progress=False
+            )
+        assert state.step == 3
+        assert same(state.params, saved.params)
+    with warned:  # without a directory, too
+        assert trainer.fit(state, DATA, stop_at=0, progress=False).step == 3
+
+
 def test_a_step_is_compiled_even_where_jit_is_disabled():
     expected = fit(default_trainer(), stop_at=2).params
     with jax.disable_jit():

@@ -65,7 +65,7 @@ def batches(mechanism: DPSGD, *, num_batches: int = 2000) -> BatchAudit:
       num_batches: about how many batches to draw, in whole runs.
     """
     num_batches = _validate.positive_integer(num_batches=num_batches)
-    _validate.instance(DPSGD, "Use dpmp.DPSGD(...).", mechanism=mechanism)
+    _validate.instance(DPSGD, "Use trainer.mechanism.", mechanism=mechanism)
     mechanism = dataclasses.replace(
         mechanism,
         l2_clip_norm=1.0,

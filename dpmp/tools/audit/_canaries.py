@@ -144,7 +144,7 @@ def canaries(
       ValueError: if the mechanism is not private, or its clip norm adapts.
     """
     confidence = _validate.fraction(confidence=confidence)
-    _validate.instance(DPSGD, "Use dpmp.DPSGD(...).", mechanism=mechanism)
+    _validate.instance(DPSGD, "Use trainer.mechanism.", mechanism=mechanism)
     _validate.optional(_validate.positive_integer)(num_canaries=num_canaries)
     _validate.optional(_validate.nonnegative_integer)(seed=seed)
     _validate.require(

@@ -116,6 +116,11 @@ def replay(
     _validate.optional(functools.partial(_validate.function, "state"))(
         callback=callback
     )
+    _validate.require(
+        not isinstance(params, TrainingState),
+        "params must be the initial parameters. Pass what trainer.init is given.",
+        type="TrainingState",
+    )
     mechanism = trainer.mechanism
     steps = _validate.integer_in(
         range(2, 2**30),

@@ -28,7 +28,7 @@ from dpmp.engines import check_num_args
 from dpmp.loss_scaling import ScaledLoss
 from dpmp.mechanism import DPSGD
 from dpmp.numerics import is_grid, to_float
-from dpmp.precision import Policy
+from dpmp.precision import Policy, is_autocast
 from dpmp.tools.precision_report._comparison import cast, path_of
 
 # A policy is safe if all its errors together stay below this share of all noise.
@@ -197,6 +197,7 @@ def compare_policies(
 def _verdict(trials: "_Trials", given: str | Policy) -> Verdict:
     policy = Policy.parse(given)
     name = given if isinstance(given, str) else _name_of(policy)
+    name += " with autocast" if trials.is_autocast else ""
     first = verdict = trials.of(policy, name)
     if verdict.is_safe:
         return verdict
@@ -231,6 +232,7 @@ class _Trials:
     ):
         self._fun, self._batch, self._loss_scale = fun, args[1:], loss_scale
         self._mechanism, self._reference = mechanism, reference
+        self.is_autocast = is_autocast(fun)
         self._steps = min(mechanism.iterations, _NUM_STEPS)
         self._run = functools.cache(self._compiled)
         self._sum = functools.cache(self._clipped_sum)
