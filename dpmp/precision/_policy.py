@@ -136,10 +136,10 @@ class Policy:
         return self._cast_params(params, self.param_dtype)
 
     def _cast_params(self, params: PyTree, dtype: Any) -> PyTree:
-        unused = set(self.float32_paths)
+        unused, names = set(self.float32_paths), []
 
         def cast(path: Any, x: Any) -> jax.Array:
-            name = _name(path)
+            names.append(name := _name(path))
             found = {p for p in self.float32_paths if re.search(p, name)}
             unused.difference_update(found)
             return _cast(x, at_least_float32(self.param_dtype) if found else dtype)
@@ -148,7 +148,7 @@ class Policy:
         _validate.require(
             not unused,
             "every expression in float32_paths must be found in a parameter's path. "
-            "Paths are keystr(path, simple=True, separator='/') of jax.tree_util.",
+            f"The first ones are {', '.join(names[:8])}.",
             unused=sorted(unused),
         )
         return cast_params

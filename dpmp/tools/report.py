@@ -168,9 +168,9 @@ def _remarks(report: dict[str, Any]) -> list[str]:
     sizes = [x for x in report["num_examples"].values() if x is not None]
     if sizes and report["delta"] >= 1 / min(sizes):
         remarks.append(
-            f"DELTA IS TOO LARGE: publishing the record of one of the {min(sizes)} "
-            f"people at random would satisfy delta {1 / min(sizes):.2g}. Use a tenth "
-            "of that at most."
+            f"DELTA IS TOO LARGE: publishing one of the {min(sizes)} examples, drawn "
+            f"at random, would satisfy delta {1 / min(sizes):.2g}. Use a tenth of that "
+            "at most."
         )
     return remarks
 
@@ -264,13 +264,14 @@ def _attack_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _as_markdown(report: dict[str, Any]) -> str:
     """A section for a model card."""
+    paragraphs = [*_remarks(report), f"{_headline(report)}. {_meaning(report)}"]
     lines = [
         "## Privacy",
+        *(f"\n{x}" for x in paragraphs),
         "",
-        *_remarks(report),
-        f"{_headline(report)}. {_meaning(report)}",
+        "| | |",
+        "| --- | --- |",
     ]
-    lines += ["", "| | |", "| --- | --- |"]
     lines += [f"| {a} | {b} |" for a, b in _rows(report)]
     lines += ["", "| false positives of an attack | true positives at most |"]
     lines += ["| --- | --- |", *(f"| {a} | {b} |" for a, b in _attack_rows(report))]
