@@ -366,31 +366,30 @@ def _few_bits() -> list[Passage]:
         f"On text, it costs {text[0]} and {text[1]}",
         f"it costs {images[2]} on images and {text[2]} on text, at epsilon 1",
     ]
-    lines = {
-        (x["row"], x["privacy"]): x["score"][0]
-        for x in read("precision_at_epsilon", "row", "privacy", task="adapters")
-    }
-    plain, static, rotating = (
-        [lines[row, privacy] for privacy in ("epsilon 8", "none")]
-        for row in ("mixed_bfloat16", "nvfp4", "nvfp4, rotating")
-    )
     of_static, of_rotating = (
-        [f"{100 * (x / y - 1):.1f} %" for x, y in zip(some, plain, strict=True)]
-        for some in (static, rotating)
+        [
+            "{:.1f} ± {:.1f} %".format(
+                *few_bits("SmolLM2 adapters", privacy, row, "mixed_bfloat16")
+            )
+            for privacy in ("epsilon 8", "none")
+        ]
+        for row in ("nvfp4", "nvfp4, rotating")
     )
     texts.append(
-        f"in one run, it costs {of_static[0]} at epsilon 8 and {of_static[1]} without "
-        f"privacy, and with the coin {of_rotating[0]} and {of_rotating[1]}"
+        f"it costs {of_static[0]} at epsilon 8 and {of_static[1]} without privacy, "
+        f"and with the coin {of_rotating[0]} and {of_rotating[1]}"
     )
     return [Passage(page, text) for text in texts]
 
 
-def few_bits(task: str, privacy: str, row: str) -> tuple[float, float]:
-    """By how many per cent a format is worse than float32, with its standard error."""
+def few_bits(
+    task: str, privacy: str, row: str, than: str = "float32"
+) -> tuple[float, float]:
+    """By how many per cent a format is worse than another, with its standard error."""
     lines = read("precision_at_epsilon", "row", task=task, privacy=privacy)
     scores = {x["row"]: np.array(x["score"]) for x in lines}
-    worse = 100 * (scores[row] - scores["float32"])
-    worse = -worse if task == "digits" else worse / scores["float32"]
+    worse = 100 * (scores[row] - scores[than])
+    worse = -worse if task == "digits" else worse / scores[than]
     return float(np.mean(worse)), float(np.std(worse, ddof=1) / len(worse) ** 0.5)
 
 
