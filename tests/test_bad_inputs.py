@@ -643,6 +643,9 @@ CALLED = {
     "optimizer must be": [
         lambda: estimate_memory(FLOATS, BATCH, policy="float32", optimizer=optax.adam)
     ],
+    "the number of steps must follow from epochs": [
+        lambda: dpmp.DPSGD.from_epochs(epochs=3, **FIELDS)
+    ],
     "a search must draw its runs once": [lambda: draw_twice()],
     "key must be one key of jax": [
         lambda: lora.init(0, {"kernel": np.ones((3, 2))}, 2, "kernel"),

@@ -27,7 +27,7 @@ _CHECKS = {
     "num_batches": (_validate.positive_integer, "Use the number of updates."),
     "multiple_of": (_validate.positive_integer, "Use the microbatch size, or 1."),
     "epsilon": (_validate.positive, "Use 8, for example."),
-    "delta": (_validate.fraction, "Use a value well below 1 / num_examples."),
+    "delta": (_validate.fraction, "Pass delta=, well below 1 / num_examples."),
 }
 
 

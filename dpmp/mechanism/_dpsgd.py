@@ -150,8 +150,17 @@ class DPSGD:
         Args:
           epochs: how often each example is used; the number of steps is rounded.
           **fields: the attributes except `iterations`.
+
+        Raises:
+          ValueError: for a number out of range, or if `iterations` is given.
         """
         epochs = _validate.positive(epochs=epochs, fix="Use 3, for example.")
+        _validate.require(
+            "iterations" not in fields,
+            "the number of steps must follow from epochs. Leave iterations out, or use "
+            "DPSGD(iterations=...).",
+            iterations=fields.get("iterations"),
+        )
         one_step = cls(iterations=1, **fields)
         steps = epochs * one_step.cycle_length / cast("float", one_step.sampling_prob)
         return dataclasses.replace(one_step, iterations=max(1, round(steps)))

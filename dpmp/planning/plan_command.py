@@ -101,9 +101,9 @@ def _run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     """Yields paragraphs as soon as they are known, and puts figures into `result`."""
     model = _model(args)
-    given = {"memory": args.memory, "rank": args.rank, "rate": args.rate}
-    if args.rate and args.rate[1] == "examples":
-        del given["rate"]  # hours follow from the number of examples alone
+    given = {"memory": args.memory, "rank": args.rank}
+    if args.rate and args.rate[1] != "examples":  # of which hours follow at once
+        given["rate"] = "{:g}{}".format(*args.rate)
     given["length"] = args.length if args.length != _COUNTS["--length"][0] else None
     unused = {name: x for name, x in given.items() if x is not None}
     _validate.require(

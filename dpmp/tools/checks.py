@@ -96,7 +96,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
             "checks must be files that selfcheck or audit have written. Pass those of "
             "their option --json.",
             file=str(path),
-            reason=type(error).__name__,
+            reason=getattr(error, "strerror", None) or "it has no such results",
         )
     return {
         "file": path.name,

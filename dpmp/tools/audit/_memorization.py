@@ -87,7 +87,9 @@ class MemorizationAudit:
     def __str__(self) -> str:
         verdict = "is not contradicted" if self.passed else "is FALSE"
         verdict = f" The claim of {self.claimed:.3f} {verdict}."
-        if self.claimed > self.largest_epsilon:
+        if self.claimed == math.inf:
+            verdict = " No claim was tested: pass claimed=."
+        elif self.claimed > self.largest_epsilon:
             verdict = f" So few canaries prove {self.largest_epsilon:.3f} at most."
         return _plain_text.paragraph(
             f"{self.num_canaries} canaries: an attacker who sees losses of the model "
