@@ -1,0 +1,200 @@
+"""Sums of clipped gradients of one loss under several policies, beside the noise."""
+
+import functools
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp.loss_scaling import ScaledLoss
+from dpmp.mechanism import DPSGD
+from dpmp.numerics import is_grid, to_float
+from dpmp.precision import Policy, is_autocast
+from dpmp.tools.precision_report._comparison import cast, path_of
+
+# A policy is safe if all its errors together stay below this share of all noise.
+SHARE_OF_NOISE = 0.3
+# Or if steps go as far down the slope of the loss as in float32, up to this share, and
+# no further to the side than this share of the longest of them. To the side, the loss
+# changes by the square of it.
+_ALONG, _ASIDE = 0.05, 0.3
+
+_NUM_CANDIDATES = 32  # parameters whose rounding is tried alone
+_NUM_STEPS = 100  # of the training in float32, at most
+
+_Leaves = list[np.ndarray]  # of a sum of clipped gradients, in float64
+_FLOAT32 = Policy.from_name("float32")
+
+
+class Errors(NamedTuple):
+    """How a sum differs from that in float32; `Verdict` documents the numbers."""
+
+    kept: float
+    aside: float
+    error: float
+
+    @property
+    def are_harmless(self) -> bool:
+        """Whether steps hardly differ, or noise hides how they do."""
+        is_close = abs(self.kept - 1) <= _ALONG and self.aside <= _ASIDE
+        return is_close or self.error <= SHARE_OF_NOISE
+
+
+class Trials:
+    """Sums of clipped gradients of one loss under several policies."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[PyTree],
+        mechanism: DPSGD,
+        optimizer: optax.GradientTransformation,
+        loss_scale: float,
+        reference: Callable[..., Any],
+    ):
+        self._fun, self._batch, self._loss_scale = fun, args[1:], loss_scale
+        self._mechanism, self._reference = mechanism, reference
+        self.is_autocast = is_autocast(fun)
+        self.steps = min(mechanism.iterations, _NUM_STEPS)
+        self._run = functools.cache(self._compiled)
+        self._sum = functools.cache(self._clipped_sum)
+        self._seconds = functools.cache(self._measured)
+        self._params = args[0], self._trained(args[0], optimizer)
+
+    def _trained(self, params: PyTree, optimizer: optax.GradientTransformation) -> Any:
+        """The parameters after private steps in float32."""
+        stddev = self._mechanism.stddev
+
+        @jax.jit
+        def update(params, opt_state, total, key):
+            leaves, treedef = jax.tree.flatten(params)
+            keys = jax.random.split(key, len(leaves))
+            grads = [
+                x / self._share() + stddev * jax.random.normal(k, x.shape, x.dtype)
+                for x, k in zip(total, keys, strict=True)
+            ]
+            updates, opt_state = optimizer.update(
+                jax.tree.unflatten(treedef, grads), opt_state, params
+            )
+            return optax.apply_updates(params, updates), opt_state
+
+        run = self._run(self._reference, _FLOAT32)
+        params = _FLOAT32.cast_to_param(params)
+        opt_state = optimizer.init(params)
+        # The data are public, and so may the noise be.
+        for key in jax.random.split(jax.random.key(0), self.steps):
+            total = run(params, *self._batch)
+            params, opt_state = update(params, opt_state, total, key)
+        return params
+
+    def of(self, policy: Policy) -> Errors:
+        """Compares a policy with float32, where that is worse for it."""
+        found = [self._at(place, policy) for place in (0, 1)]
+        return max(found, key=lambda errors: (not errors.are_harmless, errors.error))
+
+    def time_ratio(self, policy: Policy) -> float:
+        """The time of a sum under a policy over that in float32."""
+        exact = self._seconds(self._reference, _FLOAT32)
+        return self._seconds(self._fun, policy) / exact
+
+    def _at(self, place: int, policy: Policy) -> Errors:
+        """Compares a policy with float32 at one of the sets of parameters."""
+        found = self._sum(self._fun, policy, place)
+        exact = self._sum(self._reference, _FLOAT32, place)
+        grad, reference = _flat(found), _flat(exact)
+        length = float(np.linalg.norm(reference))
+        _validate.require(
+            0 < length < math.inf,
+            "the clipped gradients in float32 must have a sum that is finite and not "
+            "zero. Look for NaN in the batch and the parameters, and try a lower "
+            "learning rate.",
+            norm=length,
+            steps=self.steps * place,
+        )
+        kept = float(grad @ reference) / length**2
+        aside = float(np.linalg.norm(grad - kept * reference)) / self._longest_step()
+        noise = self._mechanism.stddev * self._share()
+        noise *= math.sqrt(grad.size / self._mechanism.iterations)
+        error = float(np.linalg.norm(grad - reference)) / noise
+        return Errors(kept, aside, error)
+
+    def _share(self) -> float:
+        """The size of the batch over the expected one, for which `stddev` is."""
+        number = len(jax.tree.leaves(self._batch)[0])
+        return number / self._mechanism.expected_batch_size
+
+    def _longest_step(self) -> float:
+        """The norm of the longest sum in float32: training ends with short ones."""
+        totals = (self._sum(self._reference, _FLOAT32, place) for place in (0, 1))
+        return max(float(np.linalg.norm(_flat(total))) for total in totals)
+
+    def furthest(self, policy: Policy) -> list[str]:
+        """Expressions for the paths of parameters, those that matter most first.
+
+        A parameter matters if rounding it alone moves the last sum in float32.
+        """
+        params = self._params[1]
+        exact = self._sum(self._reference, _FLOAT32, 1)
+        errors = map(_distance, self._sum(self._fun, policy, 1), exact)
+        candidates = np.argsort(list(errors))[::-1][:_NUM_CANDIDATES]
+        leaves, treedef = jax.tree.flatten(params)
+        rounded = jax.tree.leaves(jax.jit(policy.cast_to_compute)(params))
+
+        def effect(i: int) -> float:
+            changed = [
+                *leaves[:i],
+                rounded[i].astype(leaves[i].dtype),
+                *leaves[i + 1 :],
+            ]
+            params = jax.tree.unflatten(treedef, changed)
+            moved = self._run(self._reference, _FLOAT32)(params, *self._batch)
+            return math.hypot(*map(_distance, moved, exact))
+
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        order = sorted(candidates, key=effect, reverse=True)
+        return [f"^{re.escape(path_of(paths[i]))}$" for i in order]
+
+    def _clipped_sum(
+        self, fun: Callable[..., Any], policy: Policy, place: int
+    ) -> _Leaves:
+        """A sum of clipped gradients, by leaf in float64."""
+        total = self._run(fun, policy)(self._params[place], *self._batch)
+        return [np.asarray(x, np.float64) for x in total]
+
+    def _measured(self, fun: Callable[..., Any], policy: Policy) -> float:
+        """The seconds that a sum takes once it is compiled."""
+        run = self._run(fun, policy)
+        start = time.perf_counter()
+        jax.block_until_ready(run(self._params[0], *self._batch))
+        return time.perf_counter() - start
+
+    def _compiled(
+        self, fun: Callable[..., Any], policy: Policy
+    ) -> Callable[..., list[jax.Array]]:
+        scale = self._loss_scale if policy.compute_dtype == jnp.float16 else 1.0
+        loss = ScaledLoss(policy.in_product_precision(fun), scale)
+        grad_fn = self._mechanism.clipped_grad(loss)
+
+        @jax.jit
+        def run(*args: PyTree) -> list[jax.Array]:
+            # NumPy would warn of values out of range, which are sensitive.
+            total = grad_fn(*cast(args, policy))
+            return list(map(to_float, jax.tree.leaves(total, is_leaf=is_grid)))
+
+        return run
+
+
+def _flat(leaves: _Leaves) -> np.ndarray:
+    return np.concatenate([np.ravel(x) for x in leaves])
+
+
+def _distance(a: Any, b: Any) -> float:
+    return float(np.linalg.norm(np.ravel(np.asarray(a, np.float64) - b)))
