@@ -5,7 +5,6 @@ computed from the data, except for the hash of the released checkpoint.
 """
 
 import argparse
-import html
 import json
 import math
 import pathlib
@@ -14,10 +13,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpmp import _validate
-from dpmp.accounting import digits_above, round_up
 from dpmp.runs import Ledger, Spent
 from dpmp.tools import checks
-from dpmp.tools.ledger import describe_steps, read_ledgers, summary_of, total_of
+from dpmp.tools.ledger import read_ledgers, summary_of, total_of
+from dpmp.tools.report_pages import (
+    ASSUMED,
+    NOT_COVERED,
+    as_html,
+    as_markdown,
+    remarks,
+    success,
+)
 
 # For the curve, and for the bounds on attacks.
 _DELTAS = [
@@ -33,20 +39,6 @@ _UNITS = {
     "ADD_OR_REMOVE_ONE": "one dataset has one example more than the other",
     "REPLACE_ONE": "the content of one example differs",
 }
-
-_ASSUMED = (
-    "Each person is one example at most, in every run that is named here.",
-    "All runs on the data of these people are named here.",
-    "The random bits of the operating system are ideal, and nobody knows the keys.",
-    "The gradient of an example depends on this example and the parameters alone.",
-    "Hyper-parameters were not chosen by looking at values without noise.",
-)
-_NOT_COVERED = (
-    "Running time, which depends a little on the sizes of batches.",
-    "Losses, gradient norms and other values of single examples.",
-    "Anything else that is released about the data, such as an evaluation on them.",
-    "What can be learned about a person from other people's data.",
-)
 
 
 def add_report_command(commands: Any) -> None:
@@ -73,8 +65,8 @@ def _report(args: argparse.Namespace) -> int:
     report = report_of(args.directories, args.delta, args.checks)
     contents = {
         "privacy.json": json.dumps(report, indent=2),
-        "privacy.html": _as_html(report),
-        "privacy.md": _as_markdown(report),
+        "privacy.html": as_html(report),
+        "privacy.md": as_markdown(report),
     }
     for name, content in contents.items():
         path = args.output / name
@@ -88,9 +80,9 @@ def _report(args: argparse.Namespace) -> int:
                 reason=error.strerror,
             )
         sys.stdout.write(f"{path}\n")
-    for text in (remarks := _remarks(report)):
+    for text in (found := remarks(report)):
         sys.stdout.write(f"{text}\n")
-    return 1 if remarks else 0
+    return 1 if found else 0
 
 
 def report_of(
@@ -116,12 +108,12 @@ def report_of(
         "neighbours": _UNITS[summary["neighboring_relation"]],
         "curve": [{"delta": d, "epsilon": e} for d, e in curve],
         "attacks": [
-            {"false_positive_rate": x, "true_positive_rate_at_most": _success(curve, x)}
+            {"false_positive_rate": x, "true_positive_rate_at_most": success(curve, x)}
             for x in _FALSE_POSITIVE_RATES
         ],
         "checkpoints": {path: _digest(ledger) for path, ledger in ledgers.items()},
-        "assumed": _ASSUMED,
-        "not_covered": _NOT_COVERED,
+        "assumed": ASSUMED,
+        "not_covered": NOT_COVERED,
         "checks": list(map(checks.read, files)),
         "versions": checks.versions(),
     }
@@ -131,18 +123,6 @@ def _curve(total: Spent) -> list[tuple[float, float]]:
     """Pairs of delta and epsilon; epsilon is 0 from some delta on."""
     found = ((x, total.guarantee(delta=x).epsilon) for x in _DELTAS)
     return [(d, e) for d, e in found if math.isfinite(e)]
-
-
-def _success(curve: Sequence[tuple[float, float]], rate: float) -> float:
-    """The largest true-positive rate of an attack with a false-positive rate.
-
-    Whoever guesses that an example was in the data is right with probability
-    exp(epsilon) times the false-positive rate, plus delta, at most. This holds for all
-    pairs of epsilon and delta. The same holds for guesses that it was not.
-    """
-    bounds = [math.exp(min(e, 700)) * rate + d for d, e in curve]
-    bounds += [1 - math.exp(-e) * (1 - rate - d) for d, e in curve]
-    return min([1.0, *bounds])
 
 
 def _num_examples(ledger: Ledger) -> int | None:
@@ -159,210 +139,3 @@ def _digest(ledger: Ledger) -> dict[str, Any] | None:
     if not released:
         return None
     return {"step": released[-1].segment.stop, "blake2b": released[-1].digest}
-
-
-def _remarks(report: dict[str, Any]) -> list[str]:
-    """What an approver must see first."""
-    failed = [x["file"] for x in report["checks"] if x["passed"] < x["number"]]
-    remarks = [f"A CHECK FAILED, see {x}: the claim may be false." for x in failed]
-    sizes = [x for x in report["num_examples"].values() if x is not None]
-    if sizes and report["delta"] >= 1 / min(sizes):
-        remarks.append(
-            f"DELTA IS TOO LARGE: publishing one of the {min(sizes)} examples, drawn "
-            f"at random, would satisfy delta {1 / min(sizes):.2g}. Use a tenth of that "
-            "at most."
-        )
-    return remarks
-
-
-def _headline(report: dict[str, Any]) -> str:
-    epsilon, delta = _digits(report["epsilon"]), digits_above(report["delta"], 3)
-    return (
-        f"Trained with differential privacy: epsilon {epsilon}, delta {delta}, for "
-        f"{report['protected_unit']} of the training data"
-    )
-
-
-def _meaning(report: dict[str, Any]) -> str:
-    """The claim in words; without an epsilon, nothing is claimed."""
-    epsilon = math.inf if report["epsilon"] is None else report["epsilon"]
-    sure = math.ceil(1e4 / (1 + math.exp(-epsilon))) / 100
-    return (
-        "For two datasets that differ in one example, the probability of any released "
-        f"model on one is at most exp({_digits(report['epsilon'])}) times its "
-        f"probability on the other, plus {digits_above(report['delta'], 3)}. Whoever "
-        "takes it for a coin toss whether a record was in the data can become at most "
-        f"{sure:g} % sure from the model, but for a probability of about delta."
-    )
-
-
-def _digits(epsilon: float | None) -> str:
-    return round_up(math.inf if epsilon is None else epsilon)
-
-
-def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """The questions of NIST SP 800-226, section by section, and their answers."""
-    steps = map(describe_steps, report["directories"])
-    hashes = [
-        f"{path}, step {x['step']}: {x['blake2b']}"
-        for path, x in report["checkpoints"].items()
-        if x
-    ]
-    checked = [
-        f"{x['file']} ({x['device']}): {x['passed']} of {x['number']} hold"
-        + (f" ({', '.join(x['names'])})" if x["names"] else "")
-        for x in report["checks"]
-    ]
-    composition = "all runs that are named here add up"
-    if report["epsilon_if_planned"] != report["epsilon"]:
-        planned = _digits(report["epsilon_if_planned"])
-        composition += f"; if all were planned before the first: epsilon {planned}"
-    sizes = ", ".join(
-        f"{path}: {'not shown, it is protected' if x is None else x}"
-        for path, x in report["num_examples"].items()
-    )
-    return [
-        (
-            "Privacy parameters",
-            f"epsilon {_digits(report['epsilon'])}, delta "
-            f"{digits_above(report['delta'], 3)}",
-        ),
-        ("Unit of privacy", report["protected_unit"]),
-        ("Examples in the data", sizes),
-        ("Neighbouring datasets", report["neighbours"]),
-        (
-            "Trust model",
-            "central: whoever trains sees the data, and releases the model",
-        ),
-        ("Mechanism", "DP-SGD: per-example clipping, Gaussian noise in integers"),
-        ("Steps that were paid for", "; ".join(steps)),
-        ("Composition", composition),
-        ("Accountant", report["accountant"]),
-        ("Released checkpoints (BLAKE2b)", "; ".join(hashes) or "none"),
-        (
-            "Checks of the software, each for the claim that it names",
-            "; ".join(checked) or "none were passed to this report",
-        ),
-        ("Software", ", ".join(map(" ".join, report["versions"].items()))),
-    ]
-
-
-def _attack_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rates in percent; bounds are rounded up."""
-
-    def up(rate: float) -> float:
-        return math.ceil(1000 * rate) / 1000
-
-    return [
-        (
-            f"{x['false_positive_rate']:.1%}",
-            f"{up(x['true_positive_rate_at_most']):.1%}",
-        )
-        for x in report["attacks"]
-    ]
-
-
-def _as_markdown(report: dict[str, Any]) -> str:
-    """A section for a model card."""
-    paragraphs = [*_remarks(report), f"{_headline(report)}. {_meaning(report)}"]
-    lines = [
-        "## Privacy",
-        *(f"\n{x}" for x in paragraphs),
-        "",
-        "| | |",
-        "| --- | --- |",
-    ]
-    lines += [f"| {a} | {b} |" for a, b in _rows(report)]
-    lines += ["", "| false positives of an attack | true positives at most |"]
-    lines += ["| --- | --- |", *(f"| {a} | {b} |" for a, b in _attack_rows(report))]
-    for title, texts in (("Assumed", _ASSUMED), ("Not covered", _NOT_COVERED)):
-        lines += ["", f"{title}:", "", *(f"- {x}" for x in texts)]
-    return "\n".join(lines)
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Privacy report</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 2rem auto;
-  padding: 0 1rem; color: #222; }}
-h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-table {{ border-collapse: collapse; width: 100%; }}
-th, td {{ text-align: left; vertical-align: top; padding: .4rem .6rem;
-  border-bottom: 1px solid #ddd; overflow-wrap: anywhere; }}
-th {{ width: 34%; font-weight: 600; }}
-svg {{ max-width: 100%; height: auto; }}
-</style>
-</head>
-<body>
-<h1>{headline}</h1>
-{remarks}
-<p>{meaning}</p>
-<h2>What an attacker can learn</h2>
-<p>Somebody guesses from the released model whether an example was in the data. False
-positives are examples that were not, and are guessed to be. True positives are those
-that were. Blind guesses have equal shares of both, as the dashed line.</p>
-{attacks}
-{picture}
-<h2>Questions of NIST SP 800-226</h2>
-{rows}
-<h2>Assumed</h2>
-{assumed}
-<h2>Not covered</h2>
-{not_covered}
-</body>
-</html>"""
-
-
-def _as_html(report: dict[str, Any]) -> str:
-    def table(rows: Iterable[tuple[str, str]], head: str = "") -> str:
-        cells = (
-            f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>"
-            for a, b in rows
-        )
-        return f"<table>{head}{''.join(cells)}</table>"
-
-    def items(texts: Iterable[str]) -> str:
-        return f"<ul>{''.join(f'<li>{html.escape(x)}</li>' for x in texts)}</ul>"
-
-    head = "<tr><th>false positives</th><th>true positives, at most</th></tr>"
-    return _PAGE.format(
-        headline=html.escape(_headline(report)),
-        remarks="".join(f"<p><b>{html.escape(x)}</b></p>" for x in _remarks(report)),
-        meaning=html.escape(_meaning(report)),
-        attacks=table(_attack_rows(report), head),
-        picture=_picture(report),
-        rows=table(_rows(report)),
-        assumed=items(_ASSUMED),
-        not_covered=items(_NOT_COVERED),
-    )
-
-
-def _picture(report: dict[str, Any]) -> str:
-    """The bound on true positives over false positives, as SVG."""
-    curve = [(x["delta"], x["epsilon"]) for x in report["curve"]]
-    left, top, size = 50, 10, 260
-
-    def point(x: float, y: float) -> str:
-        return f"{left + size * x:.1f},{top + size * (1 - y):.1f}"
-
-    rates = [k / 100 for k in range(101)]
-    bound = " ".join(point(x, _success(curve, x)) for x in rates)
-    ticks = "".join(
-        f'<text x="{left + size * x - 8:.0f}" y="{top + size + 18}">{x:.0%}</text>'
-        f'<text x="{left - 42}" y="{top + size * (1 - x) + 4:.0f}">{x:.0%}</text>'
-        for x in (0, 0.5, 1)
-    )
-    return (
-        f'<svg viewBox="0 0 {left + size + 30} {top + size + 44}" width="400" '
-        f'font-size="12" role="img"><title>The bound on true positives</title>'
-        f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="none" '
-        f'stroke="#999"/><polyline points="{point(0, 0)} {point(1, 1)}" fill="none" '
-        f'stroke="#999" stroke-dasharray="4"/><polyline points="{bound}" fill="none" '
-        f'stroke="#0072b2" stroke-width="2"/>{ticks}'
-        f'<text x="{left + 90}" y="{top + size + 36}">false positives</text>'
-        f'<text x="{left + 6}" y="{top + 16}">true positives, at most</text></svg>'
-    )

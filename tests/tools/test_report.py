@@ -13,7 +13,8 @@ from ledgers import MECHANISM, charged
 import dpmp
 from dpmp.__main__ import main
 from dpmp.runs._ledger import Ledger
-from dpmp.tools.report import _as_html, _success, report_of
+from dpmp.tools.report import report_of
+from dpmp.tools.report_pages import as_html, success
 
 
 @pytest.fixture
@@ -90,15 +91,15 @@ def test_bounds_on_attacks_are_those_of_epsilon_and_delta(files):
     report = json.loads(files()[0])
     curve = [(x["delta"], x["epsilon"]) for x in report["curve"]]
     for x in report["attacks"]:
-        rate, success = x["false_positive_rate"], x["true_positive_rate_at_most"]
-        assert rate < success < 1
-        assert success <= math.exp(report["epsilon"]) * rate + report["delta"]
-    rates = [_success(curve, x / 50) for x in range(51)]
+        rate, most = x["false_positive_rate"], x["true_positive_rate_at_most"]
+        assert rate < most < 1
+        assert most <= math.exp(report["epsilon"]) * rate + report["delta"]
+    rates = [success(curve, x / 50) for x in range(51)]
     assert rates == sorted(rates)
     assert rates[-1] == 1
-    assert _success([], 0.3) == 1
-    assert _success([(0.0, 0.0)], 0.3) == pytest.approx(0.3)
-    assert _success([(1e-5, math.log(3))], 0.5) == pytest.approx(5 / 6, abs=1e-4)
+    assert success([], 0.3) == 1
+    assert success([(0.0, 0.0)], 0.3) == pytest.approx(0.3)
+    assert success([(1e-5, math.log(3))], 0.5) == pytest.approx(5 / 6, abs=1e-4)
 
 
 def test_directories_need_names_of_their_own(directory, capsys):
@@ -137,7 +138,7 @@ def test_the_number_of_examples_is_shown_unless_it_is_protected(relation, tmp_pa
     Ledger(tmp_path).append(charged(0, 4, mechanism=mechanism))
     report = report_of([tmp_path])
     assert report["num_examples"] == {tmp_path.name: None if is_protected else size}
-    assert (str(size) in _as_html(report)) != is_protected
+    assert (str(size) in as_html(report)) != is_protected
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"device": 1}', '{"results": 3}'])
