@@ -664,7 +664,7 @@ CALLED = {
             optimizer=optax.sgd(0.1),
         )
     ],
-    "the parameters of the state must have": [
+    "the state must have the arrays that this": [
         lambda: trainer(
             policy=dpmp.Policy(jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True)
         ).fit(trainer().init(PARAMS), DATA)

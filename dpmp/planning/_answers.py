@@ -159,10 +159,9 @@ def program(
     return "\n".join(lines)
 
 
-def hours(plan: Plan, rate: float) -> str:
-    """The time of a run of which only the examples per second are known."""
-    seconds = plan.batch_size * plan.iterations / rate
-    return f"At this rate the run takes {seconds / 3600:.3g} hours."
+def hours(number: float, rate: float) -> str:
+    """The time for a number of examples, tokens or operations, at a rate a second."""
+    return f"At this rate it takes {number / rate / 3600:.3g} hours."
 
 
 def not_planned(plan: Plan) -> str:
@@ -187,8 +186,7 @@ def running_time(
         text += "For its time, pass --rate with the speed that `fit` shows."
     else:
         done = {"examples": num_examples, "tokens": num_examples * model.length}
-        hours = done.get(rate[1], flops) / rate[0] / 3600
-        text += f"At this rate it takes {hours:.3g} hours."
+        text += hours(done.get(rate[1], flops), rate[0])
     return _plain_text.paragraph(text)
 
 

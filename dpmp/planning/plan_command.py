@@ -180,7 +180,7 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
         (start,) = calibrate(sizes=[start.batch_size], **fields)
         yield _answers.noise(start, args.trainable)
     if args.rate:
-        yield _answers.hours(start, args.rate[0])
+        yield _answers.hours(start.batch_size * start.iterations, args.rate[0])
     yield _answers.program(args, start, **fields)
     yield _answers.not_planned(start)
 

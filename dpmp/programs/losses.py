@@ -136,10 +136,9 @@ def check_program(
 ) -> None:
     """Checks the jaxpr of a loss, with parameters and then columns as arguments.
 
-    `params` has the paths of the parameters.
     The loss receives parameters and float inputs in `compute_dtype`. Raises ValueError
     if nothing reads the parameters or the batch, and warns of the other mistakes.
-    `num_examples` is None if it is private.
+    `params` has the paths of the parameters; `num_examples` is None if it is private.
     """
     read = interpreter.variables_read(jaxpr)
     all_read = set().union(*read)

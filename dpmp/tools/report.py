@@ -21,7 +21,6 @@ from dpmp.tools.report_pages import (
     NOT_COVERED,
     as_html,
     as_markdown,
-    remarks,
     success,
 )
 
@@ -80,9 +79,8 @@ def _report(args: argparse.Namespace) -> int:
                 reason=error.strerror,
             )
         sys.stdout.write(f"{path}\n")
-    for text in (found := remarks(report)):
-        sys.stdout.write(f"{text}\n")
-    return 1 if found else 0
+    sys.stdout.writelines(f"{x}\n" for x in report["remarks"])
+    return 1 if report["remarks"] else 0
 
 
 def report_of(
@@ -101,7 +99,7 @@ def report_of(
     )
     summary, total = summary_of(ledgers, delta), total_of(ledgers)
     curve = _curve(total)
-    return {
+    report = {
         **summary,
         "protected_unit": "one example",
         "num_examples": {path: _num_examples(x) for path, x in ledgers.items()},
@@ -117,6 +115,21 @@ def report_of(
         "checks": list(map(checks.read, files)),
         "versions": checks.versions(),
     }
+    return {"remarks": _remarks(report), **report}
+
+
+def _remarks(report: dict[str, Any]) -> list[str]:
+    """What an approver must see first."""
+    failed = [x["file"] for x in report["checks"] if x["passed"] < x["number"]]
+    found = [f"A CHECK FAILED, see {x}: the claim may be false." for x in failed]
+    sizes = [x for x in report["num_examples"].values() if x is not None]
+    if sizes and report["delta"] >= 1 / min(sizes):
+        found.append(
+            f"DELTA IS TOO LARGE: publishing one of the {min(sizes)} examples, drawn "
+            f"at random, would satisfy delta {1 / min(sizes):.2g}. Use a tenth of that "
+            "at most."
+        )
+    return found
 
 
 def _curve(total: Spent) -> list[tuple[float, float]]:

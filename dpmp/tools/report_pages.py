@@ -35,20 +35,6 @@ def success(curve: Sequence[tuple[float, float]], rate: float) -> float:
     return min([1.0, *bounds])
 
 
-def remarks(report: dict[str, Any]) -> list[str]:
-    """What an approver must see first."""
-    failed = [x["file"] for x in report["checks"] if x["passed"] < x["number"]]
-    found = [f"A CHECK FAILED, see {x}: the claim may be false." for x in failed]
-    sizes = [x for x in report["num_examples"].values() if x is not None]
-    if sizes and report["delta"] >= 1 / min(sizes):
-        found.append(
-            f"DELTA IS TOO LARGE: publishing one of the {min(sizes)} examples, drawn "
-            f"at random, would satisfy delta {1 / min(sizes):.2g}. Use a tenth of that "
-            "at most."
-        )
-    return found
-
-
 def _headline(report: dict[str, Any]) -> str:
     epsilon, delta = _digits(report["epsilon"]), digits_above(report["delta"], 3)
     return (
@@ -138,7 +124,7 @@ def _attack_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def as_markdown(report: dict[str, Any]) -> str:
     """A section for a model card."""
-    paragraphs = [*remarks(report), f"{_headline(report)}. {_meaning(report)}"]
+    paragraphs = [*report["remarks"], f"{_headline(report)}. {_meaning(report)}"]
     lines = [
         "## Privacy",
         *(f"\n{x}" for x in paragraphs),
@@ -207,7 +193,7 @@ def as_html(report: dict[str, Any]) -> str:
     head = "<tr><th>false positives</th><th>true positives, at most</th></tr>"
     return _PAGE.format(
         headline=html.escape(_headline(report)),
-        remarks="".join(f"<p><b>{html.escape(x)}</b></p>" for x in remarks(report)),
+        remarks="".join(f"<p><b>{html.escape(x)}</b></p>" for x in report["remarks"]),
         meaning=html.escape(_meaning(report)),
         attacks=table(_attack_rows(report), head),
         picture=_picture(report),

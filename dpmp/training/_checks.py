@@ -82,22 +82,23 @@ def checked_stop(stop_at: Any, state: Any, iterations: int) -> int:
     epochs from the first one.
     """
     check_state(state)
-    stop = iterations if stop_at is None else as_number(stop_at)
-    check_not_over(int(state.step) - 1, iterations)
+    stop, start = iterations if stop_at is None else as_number(stop_at), int(state.step)
     _validate.require(
-        _validate.is_integer(stop) and 0 <= stop <= iterations,
-        f"stop_at must be from 0 to iterations = {iterations}, for which privacy is "
-        "accounted. Plan more of them before the run starts.",
+        _validate.is_integer(stop) and 0 <= stop <= iterations >= start,
+        f"stop_at must be from 0 to {iterations}, and the state have no more steps. "
+        "Privacy is accounted for `iterations` steps. Plan more of them before the run "
+        "starts.",
+        step=start,
         stop_at=stop,
     )
     return stop
 
 
-def check_not_over(step: int, iterations: int) -> None:
+def check_not_over(step: int, mechanism: DPSGD) -> None:
     """Raises ValueError after the last step."""
     _validate.require(
-        step < iterations,
-        f"step must be below iterations = {iterations}. Plan more iterations "
+        step < mechanism.iterations,
+        f"step must be below iterations = {mechanism.iterations}. Plan more iterations "
         "before the run starts.",
         step=step,
     )

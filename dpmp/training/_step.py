@@ -99,27 +99,22 @@ class Step:
 
     def check_structure(self, state: TrainingState) -> None:
         """Raises ValueError for the state of a trainer of another kind."""
-        dtypes = {x.dtype for x in jax.tree.leaves(state.params)}
-        _validate.require(
-            dtypes <= {self.policy.param_dtype},
-            "the parameters of the state must have the param_dtype of the policy. Use "
-            "the policy that the state was made with, or trainer.init(state.params).",
-            param_dtype=self.policy.param_dtype.name,
-            dtypes=sorted(x.name for x in dtypes),
-        )
-        structure = jax.tree.structure(state)
+        structure = jax.tree.structure(state), _dtypes(state.params)
         if structure not in self._structures:
             self._structures[structure] = self._differences(state)
         _validate.require(
             not self._structures[structure],
             "the state must have the arrays that this trainer's init makes. Use the "
-            "optimizer, loss scale, clip norm and metrics that the state was made "
-            "with.",
+            "optimizer, policy, loss scale, clip norm and metrics that the state was "
+            "made with.",
             differs=self._structures[structure],
         )
 
     def _differences(self, state: TrainingState) -> list[str]:
-        """The fields of a state whose structure is not that of the first state."""
+        """The fields of a state whose structure is not that of the first state.
+
+        Of the parameters, the dtypes are compared too.
+        """
         try:
             first = jax.eval_shape(self.first_state, state.params)
         except Exception:  # an optimizer may need numbers
@@ -128,7 +123,10 @@ class Step:
             {name: jax.tree.structure(x) for name, x in each._asdict().items()}
             for each in (state._replace(spent=None), first)
         )
-        return [name for name in given if given[name] != wanted[name]]
+        found = [name for name in given if given[name] != wanted[name]]
+        if not found and _dtypes(state.params) != _dtypes(first.params):
+            found.append("dtypes of params")
+        return found
 
     def first_past(self, state: TrainingState) -> tuple[jax.Array, ...]:
         """What correlated noise of the first step depends on."""
@@ -429,6 +427,10 @@ class Step:
             metrics={**released.metrics, "overflowed": overflowed},
             clip_norm=released.clip_norm,
         )
+
+
+def _dtypes(params: PyTree) -> tuple[Any, ...]:
+    return tuple(x.dtype for x in jax.tree.leaves(params))
 
 
 def _model_key(words: Any) -> jax.Array:

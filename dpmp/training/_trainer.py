@@ -208,7 +208,7 @@ class DPTrainer:
         _checks.check_state(state, batch)
         self._step.check_structure(state)
         mechanism, step = self.mechanism, int(state.step)
-        _checks.check_not_over(step, mechanism.iterations)
+        _checks.check_not_over(step, mechanism)
         if not isinstance(batch, Batch):
             _agreement.check_spans_processes(batch)
             self._compare_processes(state, lambda indices: (), None)
@@ -270,7 +270,7 @@ class DPTrainer:
         _checks.check_makes_steps_alone(self.mechanism)
         _checks.check_state(state)
         self._step.check_structure(state)
-        _checks.check_not_over(int(state.step), self.mechanism.iterations)
+        _checks.check_not_over(int(state.step), self.mechanism)
         check_sharding(batch_sharding, self.mechanism)
         mechanism = self.mechanism
         load = loader_of(

@@ -138,6 +138,14 @@ def test_the_first_method_that_fits_is_chosen(scenario, capsys):
         ).init(scope.get("adapters", params))
 
 
+def test_hours_follow_from_examples_a_second_without_a_model(capsys):
+    text, figures = plan(capsys, "--rate", "40examples")
+    (start,) = (x for x in figures["plans"] if x["start_here"])
+    hours = start["batch_size"] * start["iterations"] / 40 / 3600
+    assert f"At this rate it takes {hours:.3g} hours." in text
+    assert f"whether {start['iterations']} steps" in " ".join(text.split())
+
+
 @pytest.mark.usefixtures("_compiled_before", "_without_search")
 def test_a_llama_of_8b_on_24_gb_needs_a_base_of_4_bits_or_checkpoints(config, capsys):
     options = "--config", config, "--memory", 24, "--length", 1000

@@ -38,6 +38,7 @@ def files(directory, capsys):
         assert paths == [str(output / x) for x in names]
         assert status == bool(remarks)
         texts = [(output / x).read_text() for x in names]
+        assert json.loads(texts[0])["remarks"] == remarks.splitlines()
         assert all(x in text for x in remarks.splitlines() for text in texts[1:])
         return *texts, remarks
 

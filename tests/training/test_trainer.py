@@ -513,6 +513,21 @@ def test_a_batch_that_does_not_run_sets_no_standard(width, error):
     assert fit(trainer, stop_at=1).step == 1
 
 
+def test_masters_of_two_dtypes_are_those_of_their_policy():
+    def loss_fn(params, batch):
+        logits = batch["x"] @ params["w"] + params["b"].astype(batch["x"].dtype)
+        return jnp.mean(jnp.square(logits.astype(jnp.float32)))
+
+    policy = Policy(
+        jnp.bfloat16, jnp.bfloat16, stochastic_rounding=True, float32_paths=("b",)
+    )
+    state = fit(make_trainer(loss_fn, policy=policy), stop_at=1)
+    assert state.params["b"].dtype == jnp.float32
+    assert state.params["w"].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"differs=\['dtypes of params'\]"):
+        fit(make_trainer(loss_fn), state=state)
+
+
 def test_a_loop_over_epochs_that_is_started_again_goes_on(tmp_path):
     trainer, warned = default_trainer(), pytest.warns(match="Nothing was trained")
     saved = fit(trainer, stop_at=3, checkpoint_dir=tmp_path)

@@ -213,9 +213,8 @@ def _may_be_neighbour(source: Any, neighbour: Any, index: int) -> bool:
     loaders = [loader_of(x, None) for x in (source, neighbour)]
     if not all(x.is_arrays for x in loaders):
         return True
-    sizes = [x.num_examples for x in loaders]
-    one, other = (jax.tree.leaves(x.rows(np.arange(min(sizes)))) for x in loaders)
-    if [x.dtype for x in one] != [x.dtype for x in other]:
+    one, other = (jax.tree.leaves(x.rows(np.arange(x.num_examples))) for x in loaders)
+    if [(x.dtype, x.shape) for x in one] != [(x.dtype, x.shape) for x in other]:
         return True  # which is refused with more to say
     differing = {
         i
