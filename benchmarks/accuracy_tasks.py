@@ -180,7 +180,7 @@ def smollm2_adapters(dtype: Any = jnp.bfloat16) -> Task:
         batch_size=64,
         microbatch_size=32,
         steps=8,
-        loss_weight=2.0**-17,
+        loss_weight=1.0,
         learning_rate=1.5e-2,
         base=model.params,
     )
