@@ -20,7 +20,7 @@ from dpmp.runs import Spent
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.training import _tickets
 
-SIZE = 32
+SIZE = 64  # an empty batch, for which no source is asked, has probability 1e-8
 RNG = np.random.default_rng(0)
 DATA = {
     "x": RNG.normal(size=(SIZE, 3)).astype(np.float32),
@@ -32,7 +32,7 @@ DELTA = 1e-3
 CHANGES = ("fsync", "ftruncate", "mkdir", "pwrite", "rename", "rmdir", "unlink")
 MECHANISM = dpmp.DPSGD(
     num_examples=SIZE,
-    expected_batch_size=8,
+    expected_batch_size=16,
     iterations=7,
     l2_clip_norm=1.0,
     noise_multiplier=1.0,

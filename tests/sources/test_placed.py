@@ -75,7 +75,8 @@ def test_a_step_takes_its_arguments_from_any_place():
         for x in (jax.device_put(batch, sharding), jax.device_put(batch, replicated)):
             state = trainer.train_step(jax.device_put(state, replicated), x, mask)
         results.append(np.asarray(state.params["w"]))
-    np.testing.assert_array_equal(*results)
+    # Two programs, whose gradients may differ in their last bits.
+    np.testing.assert_allclose(*results, rtol=1e-6)
 
 
 def test_a_process_asks_for_the_rows_of_its_own_devices_only(monkeypatch):

@@ -33,7 +33,7 @@ from dpmp.strategies import BandedToeplitz, banded_inverse, banded_toeplitz
 
 BANDS, STEPS = 4, 10
 STRATEGY = banded_toeplitz(BANDS, iterations=STEPS)
-FIELDS = {"strategy": STRATEGY, "iterations": STEPS, "expected_batch_size": 4}
+FIELDS = {"strategy": STRATEGY, "iterations": STEPS, "expected_batch_size": 8}
 INVERSE = banded_inverse(3, iterations=STEPS, steps_per_epoch=8)
 WAYS = {"bands": FIELDS, "inverse": FIELDS | {"strategy": INVERSE}}
 MECHANISM = dataclasses.replace(MECHANISM, **FIELDS)
@@ -74,13 +74,15 @@ def test_groups_take_turns(trainer, batches):
     assert len(batches) == STEPS
     for step, batch in enumerate(batches):
         assert np.all(batch % BANDS == step % BANDS)
-    assert 10 < sum(map(len, batches)) < 70  # 40 expected
+    assert 40 < sum(map(len, batches)) < 120  # 80 expected
     assert trainer.guarantee(state) == MECHANISM.guarantee()
 
 
 def test_epsilon_is_that_of_the_turns_of_one_group():
     assert MECHANISM.sampling_prob == 1 / 2
-    assert MECHANISM.batch_selection_strategy == PoissonSampling(1 / 2, STEPS, 8, BANDS)
+    assert MECHANISM.batch_selection_strategy == PoissonSampling(
+        1 / 2, STEPS, 16, BANDS
+    )
     for step, number in ((1, 1), (4, 1), (5, 2), (8, 2), (10, 3)):
         found = MECHANISM.guarantee(step).epsilon
         assert found == pytest.approx(epsilon_of_rounds(number), rel=1e-6)
@@ -260,12 +262,18 @@ def test_the_statement_describes_turns_and_noise():
     assert "the examples form 4 groups, by their places in the dataset" in text
     assert "depends on that of up to 3 steps before" in text
     stddev = MECHANISM.overflow_stddev
-    assert f"noise of standard deviation {stddev / 4:.2g}" in text
+    assert (
+        f"noise of standard deviation {stddev / MECHANISM.expected_batch_size:.2g}"
+        in text
+    )
     text = " ".join(OF_INVERSE.statement().split())
     assert "8 groups, by their places in the dataset, which take turns. All" in text
     assert "earlier independent noise is subtracted from it, times" in text
     stddev = OF_INVERSE.overflow_stddev
-    assert f"noise of standard deviation {stddev / 4:.2g}" in text
+    assert (
+        f"noise of standard deviation {stddev / MECHANISM.expected_batch_size:.2g}"
+        in text
+    )
 
 
 def test_steps_are_not_made_alone(trainer):
@@ -300,7 +308,7 @@ def test_steps_are_not_made_alone(trainer):
             },
             "examples must have fixed places",
         ),
-        ({"expected_batch_size": 9}, "at most num_examples over the bands"),
+        ({"expected_batch_size": 17}, "at most num_examples over the bands"),
         ({"sampling_prob": 0.5}, "sampling_prob must be left out"),
         (
             {"num_examples": 3, "expected_batch_size": 0.1},
@@ -308,7 +316,7 @@ def test_steps_are_not_made_alone(trainer):
         ),
         ({"strategy": 4}, "banded_toeplitz"),
         (
-            {"strategy": INVERSE, "expected_batch_size": 5},
+            {"strategy": INVERSE, "expected_batch_size": 10},
             "num_examples over expected_batch_size, rounded.*Use 6 steps",
         ),
         (

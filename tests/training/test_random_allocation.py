@@ -99,8 +99,10 @@ def test_guarantees_count_begun_epochs():
 def test_sizes_determine_the_steps_of_an_epoch():
     assert MECHANISM.steps_per_epoch == EPOCH
     strategy = MECHANISM.batch_selection_strategy
-    assert strategy == dpmp.batch_selection.RandomAllocation(EPOCH, STEPS, SIZE)
-    uneven = dataclasses.replace(MECHANISM, expected_batch_size=10)
+    limit = strategy.truncated_batch_size
+    assert MECHANISM.expected_batch_size < limit < SIZE
+    assert strategy == dpmp.batch_selection.RandomAllocation(EPOCH, STEPS, limit)
+    uneven = dataclasses.replace(MECHANISM, expected_batch_size=20)
     assert uneven.steps_per_epoch == 3
     assert uneven.sampling_prob == 1 / 3
     given = dataclasses.replace(MECHANISM, sampling_prob=1 / 5)

@@ -19,6 +19,7 @@ from small_runs import (
     KEY,
     MECHANISM,
     PARAMS,
+    SIZE,
     FailureError,
     fails_at,
     fit,
@@ -125,11 +126,11 @@ def report_on(mechanism, **options):
 def test_a_recorded_value_is_that_of_its_step(trainer):
     """The arrays of a state are used up by the next step."""
     report, state = report_on(trainer.mechanism, seconds=1e3), trainer.init(PARAMS)
-    state = state._replace(metrics={"overflowed": jnp.float32(0.5)})
+    state = state._replace(metrics={"overflowed": jnp.float32(0.25)})
     report.record(1, state, is_last=False)
     jax.tree.map(lambda x: x.delete(), (state.metrics, state.scale_state))
     (line,) = report.take_lines()
-    assert (line["step"], line["noisy/overflowed"]) == (1, 0.5)
+    assert (line["step"], line["noisy/overflowed"]) == (1, 0.25)
     assert 1000.0 <= line["seconds"] < 1010.0  # of the whole run
     assert report.take_lines() == []
 
@@ -140,13 +141,13 @@ def test_a_line_shows_the_values_of_the_last_release(trainer):
     shown = io.StringIO()
     console = rich.console.Console(file=shown, width=200)
     report = Report(mechanism, float, 0, 60, enabled=True, console=console)
-    state = trainer.init(PARAMS)._replace(metrics={"overflowed": jnp.float32(0.5)})
+    state = trainer.init(PARAMS)._replace(metrics={"overflowed": jnp.float32(0.25)})
     assert 7 not in report.report_steps
     report.record(7, state, is_last=True)
     report.show(7, state.step, state.metrics, {})
     assert shown.getvalue() == ""
     report.show(12, state.step, {}, {})
-    assert "noisy overflowed 0.5" in shown.getvalue()
+    assert "noisy overflowed 0.25" in shown.getvalue()
 
 
 @pytest.mark.parametrize("when", ["metrics", "release"])
@@ -170,6 +171,7 @@ def test_metrics_that_cannot_be_written_are_an_error(
 # Gradients that are not finite.
 
 
+EXPECTED = MECHANISM.expected_batch_size
 NAN = DATA | {"x": np.full_like(DATA["x"], np.nan)}
 
 
@@ -206,9 +208,9 @@ def test_a_run_on_nan_says_so_once(fields, has_directory, tmp_path, capsys):
         seen = overflowed(trainer, NAN, directory, progress=progress)
     assert len(said) == 1
     if not has_directory:
-        spread = trainer.mechanism.overflow_stddev / 8
+        spread = trainer.mechanism.overflow_stddev / EXPECTED
         # Binomial batches, and the noise.
-        assert abs(seen.mean() - 1) < 5 * math.hypot(spread, math.sqrt(4) / 8)
+        assert abs(seen.mean() - 1) < 5 * math.hypot(spread, math.sqrt(4) / EXPECTED)
     shown = capsys.readouterr().err
     assert (f"noisy overflowed {seen[-1]:.3g}" in shown) == bool(shown) == progress
 
@@ -218,11 +220,11 @@ def test_the_fraction_is_exact_without_privacy_and_noisy_with_it(is_private):
     trainer = linear(is_private=is_private)
     seen = overflowed(trainer, DATA)
     assert np.all((seen != 0) == is_private)
-    assert np.all(np.abs(seen) < 5 * 0.5 / 8)
+    assert np.all(np.abs(seen) < 5 * 0.5 / EXPECTED)
     if not is_private:
-        half = np.where(np.arange(32)[:, None] % 2, DATA["x"], np.float32(np.nan))
+        half = np.where(np.arange(SIZE)[:, None] % 2, DATA["x"], np.float32(np.nan))
         with pytest.warns(UserWarning, match="NaN or infinity"):
-            assert np.all(overflowed(trainer, DATA | {"x": half}) * 8 % 1 == 0)
+            assert np.all(overflowed(trainer, DATA | {"x": half}) * EXPECTED % 1 == 0)
 
 
 @pytest.mark.parametrize(("is_dynamic", "first"), [(False, 3), (True, 50)])
