@@ -224,7 +224,9 @@ def _mean_of_dpmp(gradients: np.ndarray, adds_noise: bool) -> np.ndarray:
         method="per_example",
     )
     zeros = jnp.zeros(gradients.shape[1])
-    total = mechanism.clipped_grad(jnp.vdot)(zeros, gradients)
+    grad_fn = mechanism.clipped_grad(jnp.vdot)
+    mask = np.zeros(len(gradients), bool)
+    total = grad_fn(zeros, gradients, is_padding_example=mask)
     if not adds_noise:
         return np.asarray(total.to_float())
     privatizer: Any = mechanism.privatizer()

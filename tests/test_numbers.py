@@ -348,7 +348,9 @@ def test_noise_is_as_wide_as_that_of_a_python_number(kind, arithmetic):
     mechanism = dpsgd(noise_multiplier=kind(1.0), **fields)
     assert mechanism.stddev == expected.stddev == 1e-9 / 16
     privatizer = mechanism.privatizer(KEY)
-    sums = mechanism.clipped_grad(linear_loss)(jnp.zeros(2), np.zeros((4, 2)))
+    grad_fn = mechanism.clipped_grad(linear_loss)
+    mask = np.zeros(4, bool)
+    sums = grad_fn(jnp.zeros(2), np.zeros((4, 2)), is_padding_example=mask)
     assert privatizer.update(sums, privatizer.init(None))[0].any()
 
 

@@ -62,7 +62,8 @@ class AdaptiveClipNorm:
     ...     grad_fn = mechanism.clipped_grad(
     ...         lambda w, x: jnp.sum(w * x), clip_norm=clip_norm
     ...     )
-    ...     total = grad_fn(1.0, jnp.full(16, 0.1))
+    ...     mask = jnp.zeros(16, bool)
+    ...     total = grad_fn(1.0, jnp.full(16, 0.1), is_padding_example=mask)
     ...     noisy, noise_state = privatizer.update(total, noise_state)
     ...     released = mechanism.split(noisy, clip_norm=clip_norm)
     ...     clip_norm = released.clip_norm

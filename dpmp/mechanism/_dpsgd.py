@@ -347,6 +347,8 @@ class DPSGD:
           A callable that returns the sum of clipped gradients over
           `expected_batch_size`. If it releases anything else, it returns a `JointSum`:
           add noise to it with `.privatizer`, and then split it with `.split`.
+          It raises ValueError without `is_padding_example`: a padded batch repeats one
+          of its examples, which would count once for each row of padding.
         """
         _validate.require(
             kwargs.get("nan_safe", True),
@@ -373,7 +375,21 @@ class DPSGD:
             "noise fits them. Set these in DPSGD(...).",
             given=sorted(own.keys() & kwargs.keys()),
         )
-        return clipping.clipped_grad(fun, argnums, **own, **kwargs)
+        unmasked = clipping.clipped_grad(fun, argnums, **own, **kwargs)
+
+        def with_mask(*args, is_padding_example, **kwargs):
+            _validate.require(
+                is_padding_example is not None,
+                "the batch must come with is_padding_example, so that an example that "
+                "fills it up does not count again",
+                is_padding_example=None,
+                fix="With padded = pad_indices(indices, mechanism.padded_batch_size), "
+                "pass is_padding_example=padded < 0; for a batch without padding, "
+                "np.zeros(batch_size, bool).",
+            )
+            return unmasked.fun(*args, is_padding_example=is_padding_example, **kwargs)
+
+        return dataclasses.replace(unmasked, fun=with_mask)
 
     def privatizer(
         self, prng_key: jax.Array | None = None

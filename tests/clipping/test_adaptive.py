@@ -94,7 +94,8 @@ def test_the_sum_is_in_clip_norms_and_the_released_gradient_is_not(rescale, fact
 
     @jax.jit
     def release(x, clip_norm):
-        total = mechanism.clipped_grad(_loss, clip_norm=clip_norm)(_W, x)
+        grad_fn = mechanism.clipped_grad(_loss, clip_norm=clip_norm)
+        total = grad_fn(_W, x, is_padding_example=np.zeros(len(x), bool))
         privatizer = mechanism.privatizer(jax.random.key(0))
         noisy, _ = privatizer.update(total, privatizer.init(None))
         return mechanism.split(noisy, clip_norm=clip_norm)
@@ -128,7 +129,7 @@ def test_it_finds_the_quantile(method, arithmetic, quantile):
     @jax.jit
     def step(clip_norm, noise_state):
         total = mechanism.clipped_grad(_loss, clip_norm=clip_norm)(
-            jnp.ones(1), norms[:, None]
+            jnp.ones(1), norms[:, None], is_padding_example=np.zeros(len(norms), bool)
         )
         noisy, noise_state = privatizer.update(total, noise_state)
         return mechanism.split(noisy, clip_norm=clip_norm).clip_norm, noise_state
@@ -170,7 +171,8 @@ def test_epsilon_is_that_of_two_gaussian_mechanisms_in_one():
 def test_the_noise_on_the_fraction_has_the_standard_deviation_that_is_stated():
     mechanism = _mechanism(expected_batch_size=4, released_metrics=_ALL)
     clip_norm = np.float32(2.0)
-    total = mechanism.clipped_grad(_loss, clip_norm=clip_norm)(_W, _BATCH[:4])
+    grad_fn = mechanism.clipped_grad(_loss, clip_norm=clip_norm)
+    total = grad_fn(_W, _BATCH[:4], is_padding_example=np.zeros(4, bool))
 
     @jax.jit
     def release(seed):

@@ -318,7 +318,11 @@ def test_the_widest_noise_can_be_drawn(noise_multiplier, num_parameters):
         expected_batch_size=333,
         method="per_example",
     )
-    unit = mechanism.clipped_grad(linear_loss)(jnp.zeros(1), jnp.zeros((0, 1))).unit
+    unit = (
+        mechanism.clipped_grad(linear_loss)(
+            jnp.zeros(1), jnp.zeros((0, 1)), is_padding_example=np.zeros(0, bool)
+        )
+    ).unit
     noise = DiscreteGaussian.at_least(mechanism.stddev / unit)
     assert noise.effective_stddev * unit >= mechanism.stddev
 
@@ -327,7 +331,8 @@ def test_a_clip_norm_of_zero_is_refused_unless_gradients_are_divided_by_their_no
     with pytest.raises(ValueError, match="l2_clip_norm must be a number above 0"):
         make_mechanism(noise_multiplier=1.0, l2_clip_norm=0.0)
     directions = make_mechanism(l2_clip_norm=0.0, rescale_to_unit_norm=True)
-    total = directions.clipped_grad(linear_loss)(jnp.zeros(3), jnp.ones((2, 3)))
+    grad_fn = directions.clipped_grad(linear_loss)
+    total = grad_fn(jnp.zeros(3), jnp.ones((2, 3)), is_padding_example=[False, False])
     assert np.all(np.asarray(total.counts))
 
 
@@ -378,11 +383,14 @@ def test_clipping_options_reach_clipped_grad():
         argnums=2,
         return_grad_norms=True,
     )
-    total, aux = grad_fn(1.0, jnp.ones((4, 2)), jnp.zeros(2))
+    mask = np.zeros(4, bool)
+    total, aux = grad_fn(1.0, jnp.ones((4, 2)), jnp.zeros(2), is_padding_example=mask)
     assert type(total).__name__ == "GridArray"
     np.testing.assert_allclose(aux.grad_norms, 2**0.5, rtol=1e-6)
     with pytest.raises(ValueError, match="microbatch_size"):
-        grad_fn(1.0, jnp.ones((3, 2)), jnp.zeros(2))
+        grad_fn(1.0, jnp.ones((3, 2)), jnp.zeros(2), is_padding_example=mask[:3])
+    with pytest.raises(ValueError, match="must come with is_padding_example"):
+        grad_fn(1.0, jnp.ones((4, 2)), jnp.zeros(2))
 
 
 def test_the_privatizer_is_an_optax_transformation():
@@ -391,7 +399,7 @@ def test_the_privatizer_is_an_optax_transformation():
     state = optimizer.init(jnp.zeros(3))
     assert isinstance(state[0], NoiseState)
     sums = mechanism.clipped_grad(lambda w, x: jnp.sum(w * x))(
-        jnp.zeros(3), jnp.zeros((2, 3))
+        jnp.zeros(3), jnp.zeros((2, 3)), is_padding_example=np.zeros(2, bool)
     )
     updates, state = optimizer.update(sums, state)
     assert np.all(updates != 0)
@@ -409,7 +417,8 @@ def test_without_privacy_there_is_no_clipping_and_no_noise():
     assert mechanism.stddev == 0
     assert not mechanism.is_private
     grad_fn = mechanism.clipped_grad(lambda params, x: jnp.sum(params["w"] * x))
-    grad = grad_fn({"w": jnp.zeros(2)}, jnp.full((3, 2), 100.0))
+    batch, mask = jnp.full((3, 2), 100.0), np.zeros(3, bool)
+    grad = grad_fn({"w": jnp.zeros(2)}, batch, is_padding_example=mask)
     np.testing.assert_allclose(grad["w"], 3 * 100 / 50, rtol=1e-6)
     noisy, _ = mechanism.privatizer(KEY).update(grad, NoiseState(KEY, jnp.int32(0)))
     np.testing.assert_array_equal(noisy["w"], grad["w"])

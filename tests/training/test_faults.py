@@ -572,7 +572,8 @@ def test_the_clip_norms_of_a_mechanism_are_those_of_its_noise():
 
     grad_fn = mechanism.clipped_grad(loss)
     assert grad_fn.sensitivity() == mechanism.stddev  # its noise multiplier is 1
-    total = grad_fn(params, {"x": np.ones((1, 3), np.float32)})
+    batch, mask = {"x": np.ones((1, 3), np.float32)}, np.zeros(1, bool)
+    total = grad_fn(params, batch, is_padding_example=mask)
     norm = np.linalg.norm(np.asarray(total["w"].to_float(), np.float64))
     assert norm <= 1 / mechanism.expected_batch_size
     assert mechanism.statement() == statement

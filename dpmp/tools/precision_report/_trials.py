@@ -186,7 +186,8 @@ class Trials:
         @jax.jit
         def run(*args: PyTree) -> list[jax.Array]:
             # NumPy would warn of values out of range, which are sensitive.
-            total = grad_fn(*cast(args, policy))
+            mask = np.zeros(len(jax.tree.leaves(args[1])[0]), bool)
+            total = grad_fn(*cast(args, policy), is_padding_example=mask)
             return list(map(to_float, jax.tree.leaves(total, is_leaf=is_grid)))
 
         return run
