@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,15 @@ class Adapters:
     def scale(self) -> float:
         """The scale `alpha / rank` of the product of the factors."""
         return self.alpha / self.rank
+
+    def __getitem__(self, name: Any) -> NoReturn:
+        """Refuses to stand for the parameters of a model, as in `params["w"]`."""
+        _validate.fail(
+            "the loss must be dpmp.lora.apply(loss_fn, params), whose first argument "
+            "are adapters. A loss of parameters has no use for adapters.",
+            error=TypeError,
+            params=type(self).__name__,
+        )
 
     def for_base(self, params: PyTree) -> "Adapters":
         """The same adapters for other frozen arrays, of the same names and shapes.

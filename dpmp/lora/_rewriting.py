@@ -241,17 +241,19 @@ RULES: dict[str, Rule] = {
 
 def _refuse(eqn: Any, view: View, reason: str) -> NoReturn:
     operation = None if eqn is None else eqn.primitive.name
-    line = None if eqn is None else ":".join(map(str, source_line(eqn, None)))
+    file, number = ("", 0) if eqn is None else source_line(eqn, None)
     advice = ""
     if operation == primitives.CONVOLUTION:
         advice = (
             " The kernel of a convolution has no adapter: keep it frozen, or train all "
             "of it beside the adapters (docs/lora.md)."
         )
-    elif view.factors:  # there are none in lora.init, which was given the function
+    elif operation == primitives.GATHER:
+        advice = " A table of embeddings has no adapter, because its rows are looked up."
+    elif view.factors and len(view.array.shape) > 2:  # there are none in lora.init, which was given the function
         advice = (
-            " If it has more than two axes, pass `fun` and `example_args` to "
-            "lora.init, which reads their use."
+            " If the last two axes are not its inputs and outputs, pass `fun` and "
+            "`example_args` to lora.init, which reads their use."
         )
     _validate.fail(
         "every target of LoRA must be multiplied with, as a matrix or a stack of them. "
@@ -260,5 +262,5 @@ def _refuse(eqn: Any, view: View, reason: str) -> NoReturn:
         shape=view.array.shape,
         the_function=reason,
         operation=operation,
-        line=line,
+        line=f"{file}:{number}" if number else None,
     )
