@@ -249,8 +249,8 @@ def _refuse(eqn: Any, view: View, reason: str) -> NoReturn:
             "of it beside the adapters (docs/lora.md)."
         )
     elif operation == primitives.GATHER:
-        advice = " A table of embeddings has no adapter, because its rows are looked up."
-    elif view.factors and len(view.array.shape) > 2:  # there are none in lora.init, which was given the function
+        advice = " A table has no adapter, because its rows are looked up."
+    elif view.factors:  # there are none in lora.init, which was given the function
         advice = (
             " If the last two axes are not its inputs and outputs, pass `fun` and "
             "`example_args` to lora.init, which reads their use."

@@ -17,7 +17,8 @@ Tried = tuple[Method, int, MemoryEstimate]
 _REASON = (
     "Noise in the mean gradient is in clip norms. Signal over noise is that of the sum "
     "of all steps, for gradients of one clip norm. The row to start from has the most "
-    "steps, of those within 25 % of the best signal over noise. --steps overrules it."
+    "steps, of those within 25 % of the best signal over noise. --batch-size or "
+    "--steps overrules it."
 )
 COMPILING = (
     "Counting memory. To measure activations, sums of clipped gradients are compiled "
@@ -167,10 +168,10 @@ def hours(number: float, rate: float) -> str:
 def not_planned(plan: Plan) -> str:
     """What only a run can tell."""
     return _plain_text.paragraph(
-        "Measure on public data what this command cannot know: the learning rate, "
-        f"whether {plan.iterations} steps of this size converge "
-        "(mechanism.without_privacy()), speed, and the largest microbatch. See "
-        "docs/settings.md."
+        "Measure on public data what this command cannot know: the learning rate (try "
+        "that of ordinary training with the same optimizer, half and double), whether "
+        f"{plan.iterations} steps of this size converge (mechanism.without_privacy()), "
+        "speed, and the largest microbatch. See docs/settings.md."
     )
 
 

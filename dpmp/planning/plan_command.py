@@ -28,6 +28,7 @@ _RANK = 8
 # The options with positive integers.
 _COUNTS: dict[str, tuple[int | None, str]] = {
     "--steps": (None, "the number of steps, if it is fixed"),
+    "--batch-size": (None, "the expected batch size, if it is fixed"),
     "--parameters": (None, "the number of parameters of a decoder"),
     "--trainable": (None, "the number of entries of adapters"),
     "--rank": (
@@ -135,17 +136,20 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     )
     plans = calibrate()
     start = plan_to_start_from(plans)
-    if args.steps:
+    if args.steps or args.batch_size:
         processed = calibrate.keywords["num_processed"]
+        size = args.batch_size or processed / args.steps
         _validate.require(
-            processed / args.num_examples <= args.steps <= processed,
-            "steps must be such that a batch has at least one and at most all of the "
-            "examples. Change --steps or --epochs.",
+            1 <= size <= args.num_examples and not (args.steps and args.batch_size),
+            "a batch must have at least one and at most all of the examples. Change "
+            "one of --batch-size, --steps and --epochs; with two of them, the third "
+            "follows.",
+            batch_size=args.batch_size,
             steps=args.steps,
             num_examples=args.num_examples,
             num_processed=processed,
         )
-        (start,) = calibrate(sizes=[max(1, round(processed / args.steps))])
+        (start,) = calibrate(sizes=[max(1, round(size))])
         plans = sorted({*plans, start}, key=lambda plan: plan.batch_size)
     result["plans"] = [_as_json(plan, start) for plan in plans]
     yield _answers.table_of_plans(plans, start)

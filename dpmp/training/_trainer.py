@@ -272,6 +272,7 @@ class DPTrainer:
         self._step.check_structure(state)
         _checks.check_not_over(int(state.step), self.mechanism)
         check_sharding(batch_sharding, self.mechanism)
+        _checks.check_devices(state.params, batch_sharding)
         mechanism = self.mechanism
         load = loader_of(
             source, mechanism.num_examples, hides_size=mechanism.hides_size
@@ -376,6 +377,7 @@ class DPTrainer:
             source, mechanism.num_examples, hides_size=mechanism.hides_size
         )
         self._step.check_structure(state)
+        _checks.check_devices(state.params, batch_sharding)
         self._compare_processes(state, load, batch_sharding, options.plan)
         _agreement.check_same_arrays(state)
         made: Any = None

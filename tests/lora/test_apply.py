@@ -246,7 +246,10 @@ def summed_in_part(params, x):
 USE = "every target of LoRA must be multiplied.*Leave this array out"
 KERNEL = "'convolves with it'.*has no adapter: keep it frozen"
 REFUSED = {
-    "is looked up": (lambda p, x: jnp.sum(p["w"][np.array([0, 1])] @ x.T), USE),
+    "is looked up": (
+        lambda p, x: jnp.sum(p["w"][np.array([0, 1])] @ x.T),
+        "A table has no adapter",
+    ),
     "is added": (lambda p, x: jnp.sum(x @ (p["w"] + 1.0)), USE),
     "is carried": (carried, USE),
     "is returned": (lambda p, x: (p["w"], jnp.sum(x)), USE),
@@ -268,6 +271,14 @@ def test_other_uses_of_a_target_are_refused(fun, message):
             lora.init(KEY, params, 2, "w", fun=fun, example_args=(x,))
         # Advice to pass the function is not for those who did.
         assert "example_args" not in str(caught.value)
+
+
+def test_a_loss_of_parameters_is_not_given_adapters():
+    params, x = {"w": normal(0, 12, 12)}, normal(1, 5, 12)
+    with pytest.raises(
+        TypeError, match=r"must be dpmp\.lora\.apply\(loss_fn, params\)"
+    ):
+        REFUSED["is added"][0](lora.init(KEY, params, 2, "w"), x)
 
 
 def test_a_refusal_names_the_line_of_the_model():

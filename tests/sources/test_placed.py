@@ -79,6 +79,16 @@ def test_a_step_takes_its_arguments_from_any_place():
     np.testing.assert_allclose(*results, rtol=1e-6)
 
 
+def test_batches_are_for_the_devices_of_the_parameters():
+    trainer = keyed_trainer()
+    copies = NamedSharding(make_sharding(2).mesh, P())
+    state = trainer.init(jax.device_put(PARAMS, copies))
+    with pytest.warns(UserWarning, match="each device computes the whole step"):
+        trainer.load_batch(state, DATA)
+    with pytest.raises(ValueError, match="must have the devices of the parameters"):
+        fit(trainer, state=state, batch_sharding=make_sharding(4))
+
+
 def test_a_process_asks_for_the_rows_of_its_own_devices_only(monkeypatch):
     asked = []
 

@@ -32,9 +32,11 @@ _HINTS = {
     'operands here. dpmp.Policy.from_name("float32") asks for full precision.',
     ("tf32", "float32"): 'The preset "tf32" changes nothing here.',
     ("bfloat16", "native"): "It has the range of float32, and takes half the memory.",
-    ("bfloat16", "emulated"): 'Here "mixed_bfloat16" saves memory, but no time.',
+    ("bfloat16", "emulated"): 'With these alone, "mixed_bfloat16" saves memory, but no '
+    "time.",
     ("bfloat16 -> float32", "native"): 'On CPUs, method="book_keeping" computes these '
-    'products. With it, try "mixed_bfloat16" even if other bfloat16 products are slow.',
+    'products. Where other bfloat16 products are slow, "mixed_bfloat16" may be faster '
+    "or slower than float32: compare the examples a second that fit shows.",
     ("float16", "native, emulated"): 'The preset "mixed_float16" needs a loss scale: '
     "dpmp.loss_scaling.by_loss().",
     ("float8_e4m3fn -> float32", "native, emulated"): 'The preset "float8" uses these '
