@@ -9,6 +9,7 @@ import dp_accounting
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from dpmp import _meshes, _validate
 from dpmp._arrays import as_mask, without_debugging
@@ -47,7 +48,7 @@ class BoundedSensitivityCallable:
         object.__setattr__(self, "l2_norm_bound", as_real(self.l2_norm_bound))
 
     def __call__(
-        self, *args: Any, is_padding_example: jax.Array | None = None, **kwargs: Any
+        self, *args: Any, is_padding_example: ArrayLike | None = None, **kwargs: Any
     ) -> Any:
         """Calls `fun`; for its arguments, see the function that made this callable."""
         return self.fun(*args, is_padding_example=is_padding_example, **kwargs)
