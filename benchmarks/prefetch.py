@@ -34,6 +34,8 @@ class SlowSource:
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The examples at these indices."""
+        if not np.ndim(indices):
+            raise TypeError("an array, please")
         time.sleep(LOADING_SECONDS)
         return {name: x[indices] for name, x in self._arrays.items()}
 

@@ -384,8 +384,7 @@ class DPSGD:
                 "fills it up does not count again",
                 is_padding_example=None,
                 fix="With padded = pad_indices(indices, mechanism.padded_batch_size), "
-                "pass is_padding_example=padded < 0; for a batch without padding, "
-                "np.zeros(batch_size, bool).",
+                "pass is_padding_example=padded < 0.",
             )
             return unmasked.fun(*args, is_padding_example=is_padding_example, **kwargs)
 

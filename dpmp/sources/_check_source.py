@@ -8,6 +8,9 @@ from dpmp._typing import PyTree
 from dpmp.sources._source import Load, Loader, Source, loader_of
 
 
+_TOGETHER = 64  # records
+
+
 def check_source(source: PyTree | Source) -> None:
     """Loads every record of a dataset once, in order, and names the first bad one.
 
@@ -33,7 +36,8 @@ def check_source(source: PyTree | Source) -> None:
 
     Raises:
       ValueError: for the first record that does not load, is not made of numbers, or
-        has another tree, shape or dtype than the first one. The message has the index,
+        has another tree, shape or dtype than the first one; and for one that depends on
+        the others that are loaded with it. The message has the index,
         dtype and shape of the record, and the error of the source is attached. All of
         them are private data: call this where only people who may see the dataset see
         its output.
@@ -48,7 +52,28 @@ def check_source(source: PyTree | Source) -> None:
     first = np.arange(min(2, loader.num_examples))
     _check_records(alone, len(first))  # the first two decide how to load all records
     loader.rows(first)
-    _check_records(loader.way[0], loader.num_examples)
+    load = loader.way[0]
+    _check_records(load, loader.num_examples)
+    if load == loader.together:
+        _check_groups(load, loader.num_examples)
+
+
+def _check_groups(load: Load, num_records: int) -> None:
+    """Compares records that are loaded together with the same ones alone."""
+    for start in range(0, num_records, _TOGETHER):
+        records = np.arange(start, min(start + _TOGETHER, num_records))
+        together = jax.tree.leaves(load(records))
+        for i, record in enumerate(records):
+            alone = jax.tree.leaves(load(records[i : i + 1]))
+            _validate.require(
+                all(
+                    x[i : i + 1].tobytes() == y.tobytes()
+                    for x, y in zip(together, alone, strict=True)
+                ),
+                "every record must be the same whatever is loaded with it. Compute "
+                "nothing across records in __getitem__, or let it take one index.",
+                record=int(record),
+            )
 
 
 def _check_records(load: Load, num_records: int) -> None:

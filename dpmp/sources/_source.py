@@ -34,8 +34,10 @@ class Source(Protocol):
     something about the batch.
 
     A source whose `__getitem__` takes a single integer and returns one example works
-    too (grain, PyTorch). So does one that returns lists in place of arrays (Hugging
-    Face). Examples 0 and 1 decide which kind it is.
+    too (grain, PyTorch): it is asked for one example after the other, so that none can
+    depend on the rest of its batch, as the guarantee assumes. If yours takes both, and
+    arrays are faster, let it raise TypeError for an integer. A source may also return
+    lists in place of arrays (Hugging Face).
 
     The index of an example decides its place in the dataset: return the same example
     for the same index in every step.
@@ -112,7 +114,13 @@ def loader_of(
                 return source[indices]
             return jax.tree.map(lambda x: x[indices], columns)
 
-    return Loader(ask, num_examples, columns is not None)
+    return Loader(ask, num_examples, columns is not None, _has_columns(source))
+
+
+def _has_columns(source: Any) -> bool:
+    """Whether it is a dataset of Hugging Face without functions on the fly."""
+    is_known = type(source).__module__.startswith("datasets.")
+    return is_known and getattr(source, "format", {}).get("type") != "custom"
 
 
 def _in_place_of(source: Any) -> str:
@@ -138,11 +146,18 @@ class Loader:
 
     Examples 0 and 1 decide this for the whole run, so the choice reveals nothing about
     a batch. A source of single examples may accept an array of indices by accident, and
-    mix the examples up. So a source that accepts both must give equal bytes for both.
+    mix the examples up. So arrays are for sources that do not take an integer.
     """
 
-    def __init__(self, ask: Load, num_examples: int, is_arrays: bool = False):
+    def __init__(
+        self,
+        ask: Load,
+        num_examples: int,
+        is_arrays: bool = False,
+        has_columns: bool = False,
+    ):
         self.ask, self.num_examples, self.is_arrays = ask, num_examples, is_arrays
+        self._has_columns = has_columns
         self._is_x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
     def __call__(self, indices: np.ndarray) -> PyTree:
@@ -169,19 +184,24 @@ class Loader:
     def way(self) -> tuple[Load, PyTree]:
         """The function that loads all batches, and examples 0 and 1."""
         first = np.arange(min(2, self.num_examples))
-
-        def content(rows: PyTree) -> PyTree:
-            return jax.tree.map(lambda x: (x.dtype, x.shape[:1], x.tobytes()), rows)
-
+        if self.is_arrays:
+            return self.together, self.together(first)
         try:
-            rows = self.together(first)
-        except Exception:  # if this fails as well, the traceback has both errors
-            return self.one_by_one, self.one_by_one(first)
-        with contextlib.suppress(Exception):
             singles = self.one_by_one(first)
-            if content(singles) != content(rows):
-                return self.one_by_one, singles
-        return self.together, rows
+        except Exception as error:
+            try:
+                return self.together, self.together(first)
+            except Exception as other:  # the traceback has both
+                takes_arrays = isinstance(error, TypeError)
+                raise (other if takes_arrays else error) from None
+        with contextlib.suppress(Exception):
+            rows = self.together(first)
+            like_singles = rows
+            if not self._has_columns:  # it may take an integer for an array of one
+                like_singles = jax.tree.map(lambda x: x[:, None], rows)
+            if _described(like_singles) == _described(singles):
+                return self.together, rows
+        return self.one_by_one, singles
 
     def together(self, indices: np.ndarray) -> PyTree:
         """The rows as the source has them, from one call with all indices."""

@@ -77,6 +77,12 @@ def test_a_source_that_leaves_out_a_row_of_two_is_refused():
         check_source(source)
 
 
+def test_a_record_that_depends_on_others_is_named():
+    source = Batches(lambda rows: {**rows, "x": rows["x"] - rows["x"].mean()})
+    with pytest.raises(ValueError, match=r"whatever is loaded with it; got record=0"):
+        check_source(source)
+
+
 def test_the_error_of_a_lazy_row_is_attached():
     image = Lazy(ValueError("the image is truncated"))
     message = r"got record=7\. .* The reason: ValueError \(see above\)"

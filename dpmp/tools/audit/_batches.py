@@ -90,9 +90,10 @@ class _Source:
         return self._num_examples
 
     def __getitem__(self, indices: Any) -> np.ndarray:
-        if np.ndim(indices):
-            # A run begins by asking for examples 0 and 1.
-            self._asked = [] if self._asked is None else [*self._asked, indices]
+        if not np.ndim(indices):
+            raise TypeError("an array, please")
+        # A run begins by asking for examples 0 and 1.
+        self._asked = [] if self._asked is None else [*self._asked, indices]
         return np.zeros(np.shape(indices), np.float32)
 
     def keep(self, state: TrainingState) -> None:

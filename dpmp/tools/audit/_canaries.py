@@ -257,6 +257,8 @@ class _Source:
         return self._num_examples
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        if not np.ndim(indices):
+            raise TypeError("an array, please")
         number = np.where(indices < len(self._weights), indices, 0).astype(np.int32)
         weight = np.where(indices == number, self._weights[number], np.float32(0))
         return {"number": number, "weight": weight}
