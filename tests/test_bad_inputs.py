@@ -799,7 +799,6 @@ COMMANDS = {
     "must come with it; got memory=16.0": [*PLAN, "--memory", "16"],
     "must come with it; got rank=8": [*PLAN, "--rank", "8"],
     "least one and at most all": [*PLAN, *PROCESSED, "--steps", "99999"],
-    "the third follows": [*PLAN, *PROCESSED, "--steps", "9", "--batch-size", "9"],
     "size must": ["devices", "--size", "0"],
 }
 

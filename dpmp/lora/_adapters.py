@@ -85,7 +85,8 @@ class Adapters:
     def for_base(self, params: PyTree) -> "Adapters":
         """The same adapters for other frozen arrays, of the same names and shapes.
 
-        Use it for the base model in another dtype. Do not use it for a model that
+        Use it for the base model in another dtype, or with other arrays that were
+        trained together with the adapters (a head). Do not use it for a model that
         differs in any other way: the adapters were not trained for that model.
         """
         _check_shapes(self, params)
@@ -125,7 +126,8 @@ def check_fits(adapters: Any, params: PyTree, base: str | None) -> None:
         None in (adapters.base, base) or adapters.base == base,
         "adapters must be used with the frozen arrays that they were made for. Load "
         "the same base model, into which they were not merged before. If only its "
-        "dtype is another one, pass adapters.for_base(params).",
+        "dtype is another one, or arrays of it were trained beside the adapters, pass "
+        "adapters.for_base(params).",
         made_for=adapters.base,
         given=base,
     )
@@ -188,10 +190,12 @@ def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> No
     """
     check_adapters(trained)
     check_adapters(initial)
+    # The base may have got another dtype, or another head.
+    initial = dataclasses.replace(initial, base=trained.base)
     _validate.require(
         jax.tree.structure(trained) == jax.tree.structure(initial),
-        "trained and initial adapters must be of the same targets, rank and base. Pass "
-        "the adapters that training started from.",
+        "trained and initial adapters must be of the same targets, rank and alpha. "
+        "Pass the adapters that training started from.",
         trained=[path for path, _ in trained.axes],
         initial=[path for path, _ in initial.axes],
     )

@@ -9,6 +9,7 @@ from typing import Any, cast
 import dp_accounting
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dpmp import _validate, accounting, batch_selection, clipping, noise_addition
@@ -347,8 +348,9 @@ class DPSGD:
           A callable that returns the sum of clipped gradients over
           `expected_batch_size`. If it releases anything else, it returns a `JointSum`:
           add noise to it with `.privatizer`, and then split it with `.split`.
-          It raises ValueError without `is_padding_example`: a padded batch repeats one
-          of its examples, which would count once for each row of padding.
+          It raises ValueError without `is_padding_example`, because a padded batch
+          repeats one of its examples, which would count once for each row of padding;
+          and for as many rows as the dataset has, if its batches are smaller.
         """
         _validate.require(
             kwargs.get("nan_safe", True),
@@ -385,6 +387,13 @@ class DPSGD:
                 is_padding_example=None,
                 fix="With padded = pad_indices(indices, mechanism.padded_batch_size), "
                 "pass is_padding_example=padded < 0.",
+            )
+            is_whole = np.size(is_padding_example) >= self.num_examples
+            _validate.require(
+                not is_whole or self.padded_batch_size >= self.num_examples,
+                "a batch must be drawn, and be smaller than the dataset. Draw indices "
+                "by mechanism.batch_selection_strategy, and pad them to "
+                "mechanism.padded_batch_size.",
             )
             return unmasked.fun(*args, is_padding_example=is_padding_example, **kwargs)
 

@@ -67,10 +67,6 @@ def check_strategy(mechanism: Any) -> None:
             "step",
         ),
         (
-            mechanism.num_examples >= strategy.cycle_length,
-            "there must be an example for each group",
-        ),
-        (
             not isinstance(strategy, BandedInverse)
             or mechanism.largest_group <= mechanism._largest_batch,
             "truncated_batch_size must be at least the size of a group, because all of "
@@ -129,6 +125,12 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
             **sizes,
             fix="Use a smaller batch, unless num_examples counts something else than "
             "examples: for a dict or tuple of arrays, `len` counts the arrays.",
+        )
+        _validate.require(
+            batch_size >= 1 or num_examples == 1,
+            "expected_batch_size must be a number of examples, and not a share of them",
+            expected_batch_size=batch_size,
+            fix="For a share, use expected_batch_size=share * num_examples.",
         )
         # Only one of the groups takes part in a step.
         prob = batch_size * mechanism.cycle_length / num_examples

@@ -123,6 +123,8 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
             neighboring_relation=args.neighboring_relation,
         )
         yield _answers.about(model)
+    if args.steps and args.batch_size:
+        args.num_processed = args.steps * args.batch_size
     yield f"Comparing batch sizes for epsilon {args.epsilon:g} at delta {args.delta:g}:"
     calibrate = functools.partial(
         compare_batch_sizes,
@@ -140,10 +142,9 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
         processed = calibrate.keywords["num_processed"]
         size = args.batch_size or processed / args.steps
         _validate.require(
-            1 <= size <= args.num_examples and not (args.steps and args.batch_size),
+            1 <= size <= args.num_examples,
             "a batch must have at least one and at most all of the examples. Change "
-            "one of --batch-size, --steps and --epochs; with two of them, the third "
-            "follows.",
+            "--batch-size, --steps or --epochs; of two of them, the third follows.",
             batch_size=args.batch_size,
             steps=args.steps,
             num_examples=args.num_examples,

@@ -81,9 +81,9 @@ def _describe(batch: PyTree, compute_dtype: Any) -> str:
         for path, x in leaves
     ]
     return (
-        "dpmp: this happened in loss_fn, which is called with one example as a batch "
-        f"of one: {', '.join(parts)}. Parameters and float inputs are "
-        f"{np.dtype(compute_dtype).name}, as the policy says. Where a model needs "
+        "dpmp: this happened in loss_fn(params, batch), which is called with one "
+        f"example as a batch of one: {', '.join(parts)}. Parameters and float inputs "
+        f"are {np.dtype(compute_dtype).name}, as the policy says. Where a model needs "
         "other dtypes, cast in the loss, or use policy='float32' with "
         "dpmp.autocast(loss_fn)."
     )
@@ -199,12 +199,23 @@ def check_program(
             "See docs/recipes.md."
         )
     dtype = np.dtype(compute_dtype)
+    if dtype.itemsize == 2 and any(
+        _is_cast_to_integers(x, columns) for x in jaxpr.eqns
+    ):
+        last = 2 ** (jnp.finfo(dtype).nmant + 1)
+        warn(
+            "loss_fn casts a column of floats to integers. The policy has rounded it "
+            f"to {dtype.name}, in which most whole numbers above {last} do not exist: "
+            "tokens or labels would be others. Make it a column of integers."
+        )
     if dtype.itemsize == 2 and _all_products_are_wider(eqns):
         warn(
             f"loss_fn computes no product in {dtype.name}, though the policy says so. "
             "Either it casts the parameters or inputs back to a wider dtype, as models "
             f'of Keras do until keras.config.set_dtype_policy("mixed_{dtype.name}") is '
-            "called before they are made. Or it combines them with frozen arrays or "
+            "called before they are made, and as layers with a dtype of their own do "
+            "(nnx.Embed of Flax has float32: pass its dtype). Or it combines them with "
+            "frozen arrays or "
             "random numbers of a wider dtype, which can be cast. For any other loss, "
             'use policy="float32", with dpmp.autocast(loss_fn) if products in '
             f"{dtype.name} are meant."
@@ -251,6 +262,15 @@ def _shapes_of_dropped_states(
 
 def _may_be_state(aval: Any) -> bool:
     return aval.ndim > 0 and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def _is_cast_to_integers(eqn: Any, columns: Sequence[Any]) -> bool:
+    return (
+        eqn.primitive.name == primitives.CAST
+        and eqn.invars[0] in columns
+        and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
+        and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
+    )
 
 
 def _all_products_are_wider(eqns: Sequence[Any]) -> bool:

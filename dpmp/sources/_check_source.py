@@ -7,7 +7,6 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.sources._source import Load, Loader, Source, loader_of
 
-
 _TOGETHER = 64  # records
 
 

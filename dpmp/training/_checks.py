@@ -294,12 +294,12 @@ def check_devices(params: PyTree, batch_sharding: Any) -> None:
     if not spread:
         return
     if batch_sharding is None:
-        if all(x.is_fully_replicated for x in spread):
-            warn(
-                "the parameters are copied to several devices, but batches are not "
-                "divided, so that each device computes the whole step. Pass "
-                'batch_sharding=jax.NamedSharding(mesh, jax.P("data")).'
-            )
+        warn(
+            "the parameters are on several devices, but batches are not divided "
+            "among them, so that each device may compute the whole step. Pass "
+            'batch_sharding=jax.NamedSharding(mesh, jax.P("data")), or jax.P() for '
+            "devices that divide the model alone."
+        )
         return
     devices = {len(x.device_set) for x in spread}
     _validate.require(

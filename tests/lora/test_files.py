@@ -241,7 +241,7 @@ def test_adapters_that_were_not_trained_well_are_not_saved(tmp_path):
         (initial, None, "every adapter must change its target"),
         (infinite, initial, r"not_finite=\['layers/up\.b'\]"),
         (infinite, None, r"not_finite=\['layers/up\.b'\]"),
-        (adapters, other, "same targets, rank and base"),
+        (adapters, other, "same targets, rank and alpha"),
     ):
         with pytest.raises(ValueError, match=message):
             lora.save(tmp_path, given, DECODER.params, initial=before)

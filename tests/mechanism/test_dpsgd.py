@@ -336,6 +336,11 @@ def test_a_clip_norm_of_zero_is_refused_unless_gradients_are_divided_by_their_no
     assert np.all(np.asarray(total.counts))
 
 
+def test_a_share_is_not_taken_for_a_batch_size():
+    with pytest.raises(ValueError, match="a number of examples, and not a share"):
+        make_mechanism(expected_batch_size=0.5)
+
+
 def test_what_the_sampler_falls_short_of_is_charged_to_delta():
     mechanism = make_mechanism(noise_multiplier=1.0)
     assert mechanism.guarantee(delta=1e-5) == dataclasses.replace(
@@ -389,6 +394,9 @@ def test_clipping_options_reach_clipped_grad():
     np.testing.assert_allclose(aux.grad_norms, 2**0.5, rtol=1e-6)
     with pytest.raises(ValueError, match="microbatch_size"):
         grad_fn(1.0, jnp.ones((3, 2)), jnp.zeros(2), is_padding_example=mask[:3])
+    batch, mask = jnp.ones((1000, 2)), np.zeros(1000, bool)
+    with pytest.raises(ValueError, match="must be drawn, and be smaller than the data"):
+        grad_fn(1.0, batch, jnp.zeros(2), is_padding_example=mask)
     with pytest.raises(ValueError, match="must come with is_padding_example"):
         grad_fn(1.0, jnp.ones((4, 2)), jnp.zeros(2))
 

@@ -139,9 +139,11 @@ def test_the_first_method_that_fits_is_chosen(scenario, capsys):
 
 
 def test_hours_follow_from_examples_a_second_without_a_model(capsys):
-    text, figures = plan(capsys, "--rate", "40examples", "--batch-size", 1000)
+    text, figures = plan(
+        capsys, "--rate", "40examples", "--batch-size", 1000, "--steps", 77
+    )
     (start,) = (x for x in figures["plans"] if x["start_here"])
-    assert start["batch_size"] == 1000
+    assert (start["batch_size"], start["iterations"]) == (1000, 77)
     hours = start["batch_size"] * start["iterations"] / 40 / 3600
     assert f"At this rate it takes {hours:.3g} hours." in text
     assert f"whether {start['iterations']} steps" in " ".join(text.split())

@@ -70,6 +70,16 @@ LOSSES = {
     ),
     "a key in a loop": (drops_in_a_loop, "float32", SAME_KEY),
     "the key of the example": (lambda p, x, key: drop(p["w"], x, key), "float32", None),
+    "integers in floats": (
+        lambda p, x: jnp.sum(x @ p["w"]) + p["w"][x.astype(int)[0, 0]],
+        "mixed_bfloat16",
+        "casts a column of floats to integers.*above 256 do not exist",
+    ),
+    "integers in wide floats": (
+        lambda p, x: jnp.sum(x @ p["w"]) + p["w"][x.astype(int)[0, 0]],
+        "float32",
+        None,
+    ),
     "dropped state": (
         lambda p, x: (0.9 * STATE + x[0], jnp.sum(x @ p["w"]))[1],
         "float32",

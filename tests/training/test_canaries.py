@@ -41,9 +41,11 @@ class Source:
         return SIZE
 
     def __getitem__(self, indices):
+        if not np.ndim(indices):
+            raise TypeError("an array, please")
         self.calls += 1
         rows = {name: x[indices] for name, x in ROWS.items()}
-        return self.change(rows) if self.calls > 5 else rows
+        return self.change(rows) if self.calls > 3 else rows
 
 
 def make_trainer(num_examples=SIZE):

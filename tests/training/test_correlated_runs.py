@@ -310,10 +310,6 @@ def test_steps_are_not_made_alone(trainer):
         ),
         ({"expected_batch_size": 17}, "at most num_examples over the bands"),
         ({"sampling_prob": 0.5}, "sampling_prob must be left out"),
-        (
-            {"num_examples": 3, "expected_batch_size": 0.1},
-            "an example for each group",
-        ),
         ({"strategy": 4}, "banded_toeplitz"),
         (
             {"strategy": INVERSE, "expected_batch_size": 10},

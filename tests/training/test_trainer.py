@@ -107,6 +107,8 @@ class RecordingSource:
         self.requests = []
 
     def __getitem__(self, indices):
+        if not np.ndim(indices):
+            raise TypeError("an array, please")
         self.requests.append(indices)
         return jax.tree.map(lambda x: x[indices], self.arrays)
 
