@@ -208,7 +208,7 @@ def check_program(
             f"to {dtype.name}, in which most whole numbers above {last} do not exist: "
             "tokens or labels would be others. Make it a column of integers."
         )
-    if dtype.itemsize == 2 and _all_products_are_wider(eqns):
+    if dtype.itemsize == 2 and all_products_are_wider(eqns):
         warn(
             f"loss_fn computes no product in {dtype.name}, though the policy says so. "
             "Either it casts the parameters or inputs back to a wider dtype, as models "
@@ -273,7 +273,7 @@ def _is_cast_to_integers(eqn: Any, columns: Sequence[Any]) -> bool:
     )
 
 
-def _all_products_are_wider(eqns: Sequence[Any]) -> bool:
+def all_products_are_wider(eqns: Sequence[Any]) -> bool:
     """Whether there are products of floats, and all have an operand above 16 bits."""
     products = [
         x.invars[:2] for x in eqns if x.primitive.name in primitives.ALL_PRODUCTS

@@ -91,6 +91,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
         passed = [bool(x["passed"]) for x in content["results"]]
         names = dict.fromkeys(filter(None, map(_name_of, content["results"])))
         where = str(content["device"])
+        mechanisms = {str(x.get("mechanism", "")) for x in content["results"]} - {""}
     except (OSError, ValueError, KeyError, TypeError) as error:
         _validate.fail(
             "checks must be files that selfcheck or audit have written. Pass those of "
@@ -104,6 +105,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
         "number": len(passed),
         "passed": sum(passed),
         "names": list(names),
+        "mechanisms": sorted(mechanisms),
     }
 
 

@@ -55,7 +55,7 @@ def add_report_command(commands: Any) -> None:
     add("directories", nargs="+", type=path, metavar="DIR", help=text)
     add("--output", type=path, default=path(), metavar="DIR", help="default: here")
     add("--delta", type=float, metavar="X", help="default: the delta of the runs")
-    text = "JSON of selfcheck or audit (--json), whose results are shown too"
+    text = "after DIR: JSON of selfcheck or audit (--json), whose results are shown too"
     add("--checks", nargs="*", type=path, default=[], metavar="FILE", help=text)
     parser.set_defaults(command=_report)
 
@@ -112,10 +112,20 @@ def report_of(
         "checkpoints": {path: _digest(ledger) for path, ledger in ledgers.items()},
         "assumed": ASSUMED,
         "not_covered": NOT_COVERED,
-        "checks": list(map(checks.read, files)),
+        "checks": [_of_these_runs(checks.read(x), total) for x in files],
         "versions": checks.versions(),
     }
     return {"remarks": _remarks(report), **report}
+
+
+def _of_these_runs(check: dict[str, Any], total: Spent) -> dict[str, Any]:
+    """A file of checks, with whether they attacked the mechanism of the runs.
+
+    None for checks of the software alone, and for private sizes of data.
+    """
+    attacked = check.pop("mechanisms")
+    costs = {repr(x.cost) for x in total.segments}
+    return {**check, "of_these_runs": costs.issuperset(attacked) if attacked else None}
 
 
 def _remarks(report: dict[str, Any]) -> list[str]:

@@ -60,6 +60,13 @@ def _digits(epsilon: float | None) -> str:
     return round_up(math.inf if epsilon is None else epsilon)
 
 
+_WHOSE = {
+    True: ", with the mechanism of these runs",
+    False: ", WITH ANOTHER MECHANISM than that of these runs",
+    None: "",
+}
+
+
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """The questions of NIST SP 800-226, section by section, and their answers."""
     steps = map(describe_steps, report["directories"])
@@ -71,6 +78,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     checked = [
         f"{x['file']} ({x['device']}): {x['passed']} of {x['number']} hold"
         + (f" ({', '.join(x['names'])})" if x["names"] else "")
+        + _WHOSE[x["of_these_runs"]]
         for x in report["checks"]
     ]
     composition = "all runs that are named here add up"
@@ -100,7 +108,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("Accountant", report["accountant"]),
         ("Released checkpoints (BLAKE2b)", "; ".join(hashes) or "none"),
         (
-            "Checks of the software, each for the claim that it names",
+            "Checks; none can know which program made the model",
             "; ".join(checked) or "none were passed to this report",
         ),
         ("Software", ", ".join(map(" ".join, report["versions"].items()))),

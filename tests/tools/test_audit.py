@@ -280,7 +280,7 @@ def test_arguments_of_a_replay_are_checked():
         *WAYS.values(),
         {"num_examples": 512},  # all in every batch
         {"num_examples": 4095},
-        {"num_examples": 64, "expected_batch_size": 0.25},  # most batches are empty
+        {"num_examples": 64, "sampling_prob": 1 / 256},  # most batches are empty
     ],
 )
 def test_batches_pass(fields):

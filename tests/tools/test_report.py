@@ -121,6 +121,21 @@ def test_checks_are_counted(directory, files):
     assert "(canaries: epsilon at least 2.800, claimed 4.000)" in page
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_check_says_whether_it_attacked_the_mechanism_of_the_runs(
+    is_same, directory, files
+):
+    audited = MECHANISM
+    if not is_same:
+        audited = dataclasses.replace(MECHANISM, noise_multiplier=9.0)
+    path = directory / "audit.json"
+    dpmp.audit.save(path, batches=dpmp.audit.batches(audited, num_batches=9))
+    content, page, *_ = files("--checks", str(path))
+    assert json.loads(content)["checks"][0]["of_these_runs"] == is_same
+    assert ("WITH ANOTHER MECHANISM" in page) == (not is_same)
+    assert (", with the mechanism of these runs" in page) == is_same
+
+
 def test_a_delta_that_is_too_large_for_the_data_is_the_first_that_is_read(files):
     remarks = files("--delta", "0.001")[-1]
     assert remarks.startswith("DELTA IS TOO LARGE: publishing one of the 1000 exa")

@@ -154,3 +154,14 @@ def test_data_without_a_finite_gradient_have_no_verdict():
     x = np.full_like(_X, np.nan)
     with pytest.raises(ValueError, match=r"finite and not zero; got norm=0\.0"):
         _verdict(_plain, x=x)
+
+
+@pytest.mark.parametrize("widens", [False, True])
+def test_a_policy_that_the_loss_undoes_is_told(widens):
+    def loss(params, x):
+        w = params["w"].astype(jnp.float32) if widens else params["w"]
+        return jnp.mean(jnp.square(jnp.tanh(x.astype(w.dtype) @ w)))
+
+    verdict = _verdict(loss)
+    assert verdict.has_effect != widens
+    assert ("But no product is" in str(verdict)) == widens

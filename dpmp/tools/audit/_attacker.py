@@ -16,6 +16,14 @@ from dpmp.strategies import BandedInverse, BandedToeplitz, Strategy
 _REPLACE_ONE = dp_accounting.NeighboringRelation.REPLACE_ONE
 
 
+def name_of(mechanism: DPSGD) -> str:
+    """What a step costs, by which a report knows the mechanism; "" if that is private.
+
+    Under ADD_OR_REMOVE_ONE, it would show the number of examples.
+    """
+    return "" if mechanism.hides_size else repr(mechanism.step_cost)
+
+
 class Attacker(NamedTuple):
     """Knows the mechanism, and guesses from its noisy gradients alone.
 

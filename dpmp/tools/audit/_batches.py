@@ -17,6 +17,7 @@ from scipy import stats
 
 from dpmp import _plain_text, _validate
 from dpmp.mechanism import DPSGD
+from dpmp.tools.audit._attacker import name_of
 from dpmp.training import DPTrainer, TrainingState
 
 # Correct batches fail one of the tests by chance once in a million audits, or less:
@@ -31,10 +32,12 @@ class BatchAudit:
     Attributes:
       num_batches: the number of batches that were drawn.
       wrong: what the accountant assumes and the batches do not do, in words.
+      mechanism: what a step of the mechanism costs; "" if that is private.
     """
 
     num_batches: int
     wrong: tuple[str, ...]
+    mechanism: str
 
     @property
     def passed(self) -> bool:
@@ -66,6 +69,7 @@ def batches(mechanism: DPSGD, *, num_batches: int = 2000) -> BatchAudit:
     """
     num_batches = _validate.positive_integer(num_batches=num_batches)
     _validate.instance(DPSGD, "Use trainer.mechanism.", mechanism=mechanism)
+    given = mechanism
     mechanism = dataclasses.replace(
         mechanism,
         l2_clip_norm=1.0,
@@ -75,7 +79,8 @@ def batches(mechanism: DPSGD, *, num_batches: int = 2000) -> BatchAudit:
     drawn = _indices_of_runs(mechanism, runs)
     wrong = [x for run in drawn for x in _impossible(mechanism, run)]
     wrong = wrong or list(_unlikely(mechanism, drawn))
-    return BatchAudit(runs * mechanism.iterations, tuple(dict.fromkeys(wrong)))
+    number = runs * mechanism.iterations
+    return BatchAudit(number, tuple(dict.fromkeys(wrong)), name_of(given))
 
 
 class _Source:

@@ -29,7 +29,7 @@ from dpmp import _plain_text, _validate, accounting
 from dpmp.clipping import AutomaticClipping
 from dpmp.mechanism import DPSGD, PrivacyCost, guarantee_of
 from dpmp.precision import Policy
-from dpmp.tools.audit._attacker import Attacker
+from dpmp.tools.audit._attacker import Attacker, name_of
 from dpmp.training import DPTrainer, TrainingState
 
 # With as many canaries, a bound is 8 to 17 % below a claim of epsilon 1, and closer to
@@ -75,6 +75,7 @@ class CanaryAudit:
       confidence: the probability that the lower bound is one.
       num_canaries: the number of canaries.
       rates: the attacker's rates of true and of false guesses.
+      mechanism: what a step of the mechanism costs; "" if that is private.
       mistake: what else contradicts the claim, or nothing. A delta of 1 over the number
         of examples or more, which publishing one random example would satisfy; more
         steps than are accounted for; or two steps with the same noise, which cancels in
@@ -88,6 +89,7 @@ class CanaryAudit:
     confidence: float
     num_canaries: int
     rates: Rates
+    mechanism: str
     mistake: str = ""
 
     @property
@@ -210,6 +212,7 @@ def canaries(
         confidence=confidence,
         num_canaries=len(is_in),
         rates=rates,
+        mechanism=name_of(mechanism),
         mistake=mistake,
     )
 

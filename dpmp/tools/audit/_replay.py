@@ -35,6 +35,7 @@ from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
 from dpmp.numerics import is_grid
 from dpmp.sources import Source, loader_of
+from dpmp.tools.audit._attacker import name_of
 from dpmp.training import DPTrainer, TrainingState
 
 # For the norm of a change, which is computed in float64.
@@ -48,10 +49,12 @@ class ReplayAudit:
     Attributes:
       largest_change: the largest change of a sum, over the change that is allowed.
       differs: what else was different in the second run, in words.
+      mechanism: what a step of the mechanism costs; "" if that is private.
     """
 
     largest_change: float
     differs: tuple[str, ...]
+    mechanism: str
 
     @property
     def passed(self) -> bool:
@@ -200,7 +203,7 @@ def replay(
     allowed = contribution * (1 if neighbour is None else 2)
     if any(changes[1::2]):
         differs.insert(0, "the sum of a step without the example")
-    return ReplayAudit(max(changes) / allowed, tuple(differs))
+    return ReplayAudit(max(changes) / allowed, tuple(differs), name_of(mechanism))
 
 
 def _may_be_neighbour(source: Any, neighbour: Any, index: int) -> bool:

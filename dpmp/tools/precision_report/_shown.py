@@ -100,7 +100,9 @@ def _about_findings(
         paths = ", ".join(_path(x.path) for x in comparison.parameters[:_NUM_WORST])
         yield (
             "No line stands out, but the gradient differs from that of float32. Try "
-            f"float32_paths with the parameters that are furthest from it: {paths}."
+            f"float32_paths with the parameters that are furthest from it: {paths}. "
+            "If that does not help, inputs are rounded too: scale or centre them, or "
+            "use dpmp.autocast(fun). dpmp.compare_policies tries which paths help."
         )
 
 

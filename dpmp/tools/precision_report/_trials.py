@@ -18,6 +18,8 @@ from dpmp.loss_scaling import ScaledLoss
 from dpmp.mechanism import DPSGD
 from dpmp.numerics import is_grid, to_float
 from dpmp.precision import Policy, is_autocast
+from dpmp.programs import interpreter, losses
+from dpmp.programs.bodies import equations
 from dpmp.tools.precision_report._comparison import cast, path_of
 
 # A policy is safe if all its errors together stay below this share of all noise.
@@ -99,6 +101,14 @@ class Trials:
         """Compares a policy with float32, where that is worse for it."""
         found = [self._at(place, policy) for place in (0, 1)]
         return max(found, key=lambda errors: (not errors.are_harmless, errors.error))
+
+    def has_effect(self, policy: Policy) -> bool:
+        """Whether a policy of 16 bits lets the loss multiply in them."""
+        one = jax.tree.map(lambda x: x[:1], self._batch)
+        args = jax.eval_shape(lambda: cast((self._params[0], *one), policy))
+        jaxpr, _ = interpreter.trace(policy.in_product_precision(self._fun), *args)
+        narrow = policy.compute_dtype.itemsize == 2
+        return not (narrow and losses.all_products_are_wider(equations(jaxpr.jaxpr)))
 
     def time_ratio(self, policy: Policy) -> float:
         """The time of a sum under a policy over that in float32."""

@@ -25,6 +25,7 @@ from dpmp.tools.precision_report._trials import SHARE_OF_NOISE, Trials
 # The numbers of parameters that are tried in float32.
 _TRIED = 1, 3, 10
 
+_FARTHEST = 10.0  # percentages beyond say nothing
 _SLOW = 1.2  # one measurement tells no smaller difference
 
 _PRESETS = "tf32", "mixed_bfloat16", "mixed_float16", "float8"
@@ -46,6 +47,8 @@ class Verdict:
       steps: the number of private steps in float32 after which the policy was compared
         once more. All numbers are those of the worse comparison.
       time_ratio: the time of a sum of clipped gradients on this device, over float32.
+      has_effect: whether products are in the policy's 16 bits. If not, the loss or a
+        layer widens what it is given, and the policy saves nothing.
     """
 
     policy: str
@@ -56,6 +59,7 @@ class Verdict:
     error: float
     steps: int
     time_ratio: float
+    has_effect: bool
 
     def __str__(self) -> str:
         answer = "no"
@@ -65,13 +69,27 @@ class Verdict:
             is_hidden = self.error <= SHARE_OF_NOISE
             answer += ", because "
             answer += "noise hides the errors" if is_hidden else "steps hardly differ"
-        text = (
-            f"Is {self.policy} safe for this private run? {answer}. Steps go "
-            f"{self.kept:.1%} as far in the direction of the float32 gradient, and "
-            f"{self.aside:.1%} aside. The errors of all steps are at most "
-            f"{self.error:.2g} times their noise. That is the worse of two answers: at "
-            f"the given parameters, and after {self.steps} private steps in float32."
+        text = f"Is {self.policy} safe for this private run? {answer}. "
+        if abs(self.kept) <= _FARTHEST:
+            text += (
+                f"Steps go {self.kept:.1%} as far in the direction of the float32 "
+                f"gradient, and {self.aside:.1%} aside. "
+            )
+        else:
+            text += (
+                "The float32 gradient is so much smaller that only rounding is left. "
+            )
+        text += (
+            f"The errors of all steps are at most {self.error:.2g} times their noise. "
+            "That is the worse of two answers: at the given parameters, and after "
+            f"{self.steps} private steps in float32."
         )
+        if not self.has_effect:
+            text += (
+                f" But no product is in {self.policy}: the loss, or a layer with a "
+                "dtype of its own such as nnx.Embed, widens its operands, and the "
+                "policy saves nothing."
+            )
         if not self.is_safe:
             text += (
                 " Inputs are rounded too: scale or centre them first. Or use "
@@ -187,6 +205,7 @@ def _verdict(trials: Trials, given: str | Policy) -> Verdict:
             **errors._asdict(),
             steps=trials.steps,
             time_ratio=trials.time_ratio(policy),
+            has_effect=trials.has_effect(policy),
         )
 
     first = verdict = of(policy)
