@@ -112,10 +112,15 @@ def get_epsilon(
     check_relation(neighboring_relation)
     epsilon, accountant = bound(Run(steps_of(event), neighboring_relation), delta)
     if not accountant:
+        relations = dp_accounting.NeighboringRelation
+        fix = "Raise them. Larger truncated batches help"
+        if neighboring_relation is relations.REPLACE_ONE:
+            fix += ", and so do other relations, which RDP can analyse"
+        multipliers = {x.noise_multiplier for x in steps_of(event)}
         _validate.fail(
-            "noise and delta must be large enough for an accountant. Raise them. "
-            "Larger truncated batches help, and so do relations other than "
-            "REPLACE_ONE, which RDP cannot analyse.",
+            "noise and delta must be large enough for an accountant",
+            fix=f"{fix}.",
+            noise_multipliers=sorted(multipliers),
             delta=delta,
             neighboring_relation=neighboring_relation.name,
         )

@@ -76,11 +76,13 @@ def _how(choice: NoiseChoice) -> str:
         return 'sampling="random_allocation"'
     if isinstance(strategy, BandedInverse):
         return (
-            f"strategy=banded_inverse({strategy.bands}, ...), which draws noise "
-            f"{strategy.bands + 1} times"
+            f"dpmp.strategies.banded_inverse({strategy.bands}, iterations="
+            f"{strategy.iterations}, steps_per_epoch={strategy.steps_per_epoch}) as "
+            f"strategy, which draws noise {strategy.bands + 1} times"
         )
     return (
-        f"strategy=banded_toeplitz({strategy.bands}, ...), which takes "
+        f"dpmp.strategies.banded_toeplitz({strategy.bands}, iterations="
+        f"{strategy.iterations}) as strategy, which takes "
         f"{choice.bytes_per_parameter} bytes a parameter"
     )
 
@@ -168,8 +170,8 @@ def hours(number: float, rate: float) -> str:
 def not_planned(plan: Plan) -> str:
     """What only a run can tell."""
     return _plain_text.paragraph(
-        "Measure on public data what this command cannot know: the learning rate (try "
-        "that of ordinary training with the same optimizer, half and double), whether "
+        "Measure on public data what this command cannot know: optimizer, clip norm "
+        "and learning rate (try that of ordinary training, half and double), whether "
         f"{plan.iterations} steps of this size converge (mechanism.without_privacy()), "
         "speed, and the largest microbatch. See docs/settings.md."
     )

@@ -132,7 +132,8 @@ def _in_place_of(source: Any) -> str:
     if isinstance(source, Mapping):
         return (
             'Of a dict of datasets, pass one: data["train"]. Convert columns to arrays '
-            "by np.asarray."
+            "by np.asarray, or read them in the __getitem__ of one object (Rows in "
+            "docs/data.md)."
         )
     return (
         "In place of a loader, sampler or iterator, pass the dataset that it reads "
