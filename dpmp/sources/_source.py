@@ -119,8 +119,8 @@ def loader_of(
 
 def _has_columns(source: Any) -> bool:
     """Whether it is a dataset of Hugging Face without functions on the fly."""
-    is_known = type(source).__module__.startswith("datasets.")
-    return is_known and getattr(source, "format", {}).get("type") != "custom"
+    is_known = type(source).__module__ == "datasets.arrow_dataset"
+    return is_known and source.format["type"] != "custom"
 
 
 def _in_place_of(source: Any) -> str:

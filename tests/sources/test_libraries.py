@@ -63,6 +63,22 @@ def test_hugging_face_keeps_small_dtypes_as_numpy():
     assert loader_of(dataset, 3)(first)["x"].dtype == np.int32
 
 
+def test_functions_on_the_fly_of_hugging_face_see_one_example():
+    plain = datasets.Dataset.from_dict({"x": np.arange(12.0, dtype=np.float32)})
+    sizes = []
+
+    def normalised(rows):
+        sizes.append(len(rows["x"]))
+        return {"x": np.asarray(rows["x"]) - np.mean(rows["x"])}
+
+    for dataset in (plain.with_format("numpy"), plain.with_transform(normalised)):
+        load = loader_of(dataset, 12)
+        load(np.array([3, 5, 7]))
+        is_plain = dataset.format["type"] == "numpy"
+        assert (load.way[0] == load.together) == is_plain
+    assert sizes[-3:] == [1, 1, 1]
+
+
 def test_random_views_of_grain_are_the_same_in_every_step():
     views = EXAMPLES.seed(1).random_map(lambda x, rng: x["x"] + rng.normal(size=2))
     load = loader_of(views, 12)
