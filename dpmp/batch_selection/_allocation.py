@@ -9,6 +9,7 @@ finds the examples of as many steps as fit in memory. So an epoch of a large dat
 takes several passes, and never a table of the size of the dataset.
 """
 
+import dataclasses
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ import numpy as np
 from dpmp import _validate
 from dpmp.batch_selection._poisson import (
     PoissonSampling,
-    check_num_examples,
     key_of,
     random_words,
+    size_for,
 )
 from dpmp.batch_selection._subsets import draw_subset, last_fair_word
 
@@ -73,6 +74,7 @@ class RandomAllocation:
       steps_per_epoch: the number of steps of an epoch.
       iterations: the number of batches.
       truncated_batch_size: the size of the largest batch, or None for no limit.
+      num_examples: as in `PoissonSampling`.
 
     References:
       [Feldman and Shenfeld: Privacy amplification by random
@@ -83,6 +85,7 @@ class RandomAllocation:
     steps_per_epoch: int
     iterations: int
     truncated_batch_size: int | None = None
+    num_examples: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
         _validate.fields(
@@ -94,7 +97,7 @@ class RandomAllocation:
 
     def batch_iterator(
         self,
-        num_examples: int,
+        num_examples: int | None = None,
         rng: np.random.Generator | int | None = None,
         *,
         start: int = 0,
@@ -102,7 +105,7 @@ class RandomAllocation:
         """Yields the indices of all batches in order, ascending int64.
 
         Args:
-          num_examples: the size of the dataset.
+          num_examples: the size of the dataset. A sampling of a mechanism knows it.
           rng: a NumPy generator from which the key is drawn, or the key itself. None
             draws a key of 128 bits from the operating system. Use each key for one
             iterator.
@@ -111,7 +114,7 @@ class RandomAllocation:
         if isinstance(rng, np.random.Generator):
             rng = int.from_bytes(rng.bytes(16), "little")
         key = secrets.randbits(128) if rng is None else rng
-        draw = self.drawer(num_examples, start=start)
+        draw = self.drawer(size_for(self, num_examples), start=start)
         for step in range(draw.start, self.iterations):
             yield draw(step, key)
 
@@ -136,7 +139,7 @@ class Drawer:
     def __init__(self, sampling: RandomAllocation, num_examples: int, start: int):
         """Begins at a step."""
         self._sampling = sampling
-        self._num_examples = check_num_examples(num_examples)
+        self._num_examples = size_for(sampling, num_examples)
         self.start = self._next = _validate.integer_in(
             range(sampling.iterations + 1),
             f"start must be from 0 to iterations = {sampling.iterations}. Pass the "

@@ -9,6 +9,7 @@ Truncation needs no draw of its own: a uniform subset of a uniform subset is a u
 subset. So a batch that would be too large is drawn at the largest size to begin with.
 """
 
+import dataclasses
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ class PoissonSampling:
       truncated_batch_size: the size of the largest batch, or None for no limit.
       cycle_length: the number of groups of examples, which take turns: in a step, only
         examples take part whose index has the remainder of the step modulo this number.
+      num_examples: the size of the dataset that the sampling was accounted for, and no
+        other; None for any, which the methods are then given.
 
     References:
       [Chua et al.: Scalable DP-SGD, Poisson subsampling and
@@ -67,6 +70,7 @@ class PoissonSampling:
     iterations: int
     truncated_batch_size: int | None = None
     cycle_length: int = 1
+    num_examples: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
         _validate.fields(
@@ -98,7 +102,7 @@ class PoissonSampling:
             "`iterations` before the run starts: privacy is accounted for them.",
             step=step,
         )
-        num_examples = check_num_examples(num_examples, least=self.cycle_length)
+        num_examples = size_for(self, num_examples, least=self.cycle_length)
         group = step % self.cycle_length
         size_of_group = len(range(group, num_examples, self.cycle_length))
         draw_words = random_words(key_of(key), step)
@@ -118,18 +122,21 @@ class PoissonSampling:
         return lambda step, key: self.indices(step, num_examples=num_examples, key=key)
 
     def batch_iterator(
-        self, num_examples: int, rng: np.random.Generator | int | None = None
+        self,
+        num_examples: int | None = None,
+        rng: np.random.Generator | int | None = None,
     ) -> Iterator[np.ndarray]:
         """Yields the indices of all batches in order; see `indices`.
 
         Args:
-          num_examples: the size of the dataset.
+          num_examples: the size of the dataset. A sampling of a mechanism knows it.
           rng: a NumPy generator from which the key is drawn, or the key itself. None
             draws a key of 128 bits from the operating system.
         """
         if isinstance(rng, np.random.Generator):
             rng = int.from_bytes(rng.bytes(16), "little")
         key = secrets.randbits(128) if rng is None else rng
+        num_examples = size_for(self, num_examples)
         for step in range(self.iterations):
             yield self.indices(step, num_examples=num_examples, key=key)
 
@@ -181,6 +188,17 @@ def check_num_examples(num_examples: Any, *, least: int = 1) -> int:
         "the dataset.",
         num_examples=num_examples,
     )
+
+
+def size_for(sampling: Any, given: Any, *, least: int = 1) -> int:
+    """The size of the dataset of a sampling; ValueError if another one is given."""
+    known = sampling.num_examples
+    _validate.require(
+        known is None or given is None or as_number(given) == known,
+        "num_examples must be that of the mechanism, whose noise is not for any other. "
+        "Leave it out, or make a mechanism for this dataset.",
+    )
+    return check_num_examples(known if given is None else given, least=least)
 
 
 def key_of(key: Any) -> int:

@@ -231,9 +231,13 @@ class DPSGD:
                 self.iterations,
                 self._largest_batch,
                 self.cycle_length,
+                self.num_examples,
             )
         return batch_selection.RandomAllocation(
-            self.steps_per_epoch, self.iterations, self._largest_batch
+            self.steps_per_epoch,
+            self.iterations,
+            self._largest_batch,
+            self.num_examples,
         )
 
     @property
