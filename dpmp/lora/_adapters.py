@@ -207,7 +207,8 @@ def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> No
         "training must move every factor of the adapters. If these are the adapters "
         "after training, look at the learning rate, and at whether the loss depends on "
         "these targets. (Without noise, the factors A move from the second step on.)",
-        not_moved=still,
+        not_moved=", ".join(still[:3]),
+        number=len(still),
     )
     check_finite(trained)
 

@@ -409,7 +409,8 @@ class DPSGD:
         """Makes the transformation that adds noise to the output of `.clipped_grad`.
 
         The guarantee covers one `update` for each of `iterations` steps. `DPTrainer`
-        stops after these; a training loop of your own must do so itself.
+        stops after these. So must a training loop of your own: more updates are refused
+        outside of `jax.jit` alone.
 
         Args:
           prng_key: see `noise_addition.gaussian_privatizer`.
@@ -449,6 +450,13 @@ class DPSGD:
                     "clipped_grad and privatizer of one mechanism.",
                     sum_of_clipped_grads="floats, or a sum on another grid",
                 )
+            made = as_number(getattr(state, "step", 0))
+            _validate.require(
+                not _validate.is_integer(made) or made < self.iterations,
+                "there must be at most one update for each of the iterations, which "
+                "the claim is for. Plan more of them before the run starts.",
+                iterations=self.iterations,
+            )
             return privatizer.update(updates, state, params)
 
         return optax.GradientTransformation(privatizer.init, update)
@@ -472,6 +480,9 @@ class DPSGD:
         self, step: int | None = None, *, delta: float | None = None
     ) -> accounting.PrivacyGuarantee:
         """Computes epsilon after a number of steps.
+
+        If results led to the decision to stop there, claim all iterations; see the
+        guide "Guarantees".
 
         Args:
           step: the number of steps that were released; None for all iterations.

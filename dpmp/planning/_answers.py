@@ -14,11 +14,13 @@ from dpmp.strategies import BandedInverse
 # A method, the microbatch that fits (or 0), and the memory of a step.
 Tried = tuple[Method, int, MemoryEstimate]
 
-_REASON = (
+_UNITS = (
     "Noise in the mean gradient is in clip norms. Signal over noise is that of the sum "
-    "of all steps, for gradients of one clip norm. The row to start from has the most "
-    "steps, of those within 25 % of the best signal over noise. --batch-size or "
-    "--steps overrules it."
+    "of all steps, for gradients of one clip norm."
+)
+_REASON = (
+    " The row to start from has the most steps, of those within 25 % of the best "
+    "signal over noise. --batch-size or --steps overrules it."
 )
 COMPILING = (
     "Counting memory. To measure activations, sums of clipped gradients are compiled "
@@ -193,8 +195,9 @@ def running_time(
     return _plain_text.paragraph(text)
 
 
-def table_of_plans(plans: Sequence[Plan], start: Plan) -> str:
+def table_of_plans(plans: Sequence[Plan], start: Plan, *, is_fixed: bool) -> str:
     """A row for each batch size, and why one of them is marked."""
+    mark = "<- as you asked" if is_fixed else "<- start here"
     header = ["batch size", "steps", "noise multiplier", "noise in the mean gradient"]
     table = [[*header, "signal over noise", ""]]
     for plan in plans:
@@ -204,10 +207,10 @@ def table_of_plans(plans: Sequence[Plan], start: Plan) -> str:
             digits_above(plan.noise_multiplier, 4),
             f"{plan.noise_in_mean:.2g}",
             f"{plan.signal_over_noise:.0f}",
-            "<- start here" if plan == start else "",
+            mark if plan == start else "",
         ]
         table.append(cells)
-    reason = _plain_text.paragraph(_REASON)
+    reason = _plain_text.paragraph(_UNITS if is_fixed else _UNITS + _REASON)
     return f"{_plain_text.table(table, '>>>>><')}\n\n{reason}"
 
 

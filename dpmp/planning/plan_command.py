@@ -41,7 +41,7 @@ _COUNTS: dict[str, tuple[int | None, str]] = {
 _OTHERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--num-processed --processed": (float, "the examples in all batches, for --epochs"),
     "--config": (pathlib.Path, "the config.json of a Llama, Qwen, Gemma or GPT-2"),
-    "--memory": (float, "the free memory of a device, in gigabytes"),
+    "--memory": (float, "the gigabytes that jax takes of a device: 18 of 24, say"),
     "--rate": (
         lambda text: _rate(text),
         "40examples, 5000tokens or 2e14flops a second",
@@ -114,7 +114,7 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
         **unused,
     )
     if model is not None:
-        fix = "Pass --memory 24, for example, for a device with 24 GB."
+        fix = "For a GPU with 24 GB pass --memory 18, which jax takes by default."
         _validate.positive(memory=args.memory, fix=fix)
         _validate.require(
             args.neighboring_relation != "ADD_OR_REMOVE_ONE",
@@ -153,7 +153,8 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
         (start,) = calibrate(sizes=[max(1, round(size))])
         plans = sorted({*plans, start}, key=lambda plan: plan.batch_size)
     result["plans"] = [_as_json(plan, start) for plan in plans]
-    yield _answers.table_of_plans(plans, start)
+    is_fixed = bool(args.steps or args.batch_size)
+    yield _answers.table_of_plans(plans, start, is_fixed=is_fixed)
     run = DPSGD(
         num_examples=args.num_examples,
         expected_batch_size=start.batch_size,

@@ -11,7 +11,7 @@ and noise are not part of a policy: the privacy guarantee depends on them, so th
 belong to the mechanism.
 """
 
-from dpmp.precision._autocast import autocast, is_autocast
+from dpmp.precision._autocast import autocast, is_autocast, reference_of
 from dpmp.precision._eight_bits import in_8_bits
 from dpmp.precision._policy import PRESETS, Policy
 
@@ -21,4 +21,5 @@ __all__ = [
     "autocast",
     "in_8_bits",
     "is_autocast",
+    "reference_of",
 ]

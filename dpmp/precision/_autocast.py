@@ -25,7 +25,7 @@ from dpmp._typing import PyTree
 from dpmp.precision._policy import Policy
 from dpmp.programs import bodies, interpreter, primitives
 
-_MARK = "_is_autocast"  # functions that wrap it have a copy
+_MARK = "_autocast"  # the function itself; those that wrap it have it too
 
 
 def autocast(
@@ -69,13 +69,28 @@ def autocast(
         results = _run(closed, jax.tree.leaves(args), dtype)
         return jax.tree.unflatten(treedef, results)
 
-    setattr(cast_fun, _MARK, True)
+    setattr(cast_fun, _MARK, cast_fun)
     return cast_fun
 
 
 def is_autocast(fun: Callable[..., Any]) -> bool:
     """Whether a function, or one that it wraps, is the result of `autocast`."""
-    return getattr(fun, _MARK, False)
+    return getattr(fun, _MARK, None) is not None
+
+
+def reference_of(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that an autocast one is to be compared with; others are their own.
+
+    Raises ValueError for a function that wraps an autocast one.
+    """
+    cast_fun = getattr(fun, _MARK, None)
+    _validate.require(
+        cast_fun in (None, fun),
+        "the reference of a function that calls an autocast one must be given. Pass "
+        "reference=, the same function without autocast.",
+        fun=getattr(fun, "__name__", type(fun).__name__),
+    )
+    return getattr(cast_fun, "__wrapped__", fun)
 
 
 def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:

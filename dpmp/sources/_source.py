@@ -93,7 +93,8 @@ def loader_of(
     fix = "Set num_examples to the number of examples of this dataset, which must hold "
     fix += "each of them once: neither repeated nor in batches."
     if len(sizes) > 1:
-        fix = "Make all arrays equally long."
+        fix = "Make all arrays equally long, or read parts of one array through one "
+        fix += "source (Shards in docs/data.md)."
     _validate.require(
         sizes == {num_examples},
         f"the dataset must hold the {number}examples, one in each row of each array",

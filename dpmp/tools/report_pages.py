@@ -60,6 +60,13 @@ def _digits(epsilon: float | None) -> str:
     return round_up(math.inf if epsilon is None else epsilon)
 
 
+_SHOWN = (
+    "selfcheck: the arithmetic on its device is as proved. canaries and memorization: "
+    "an attack proves that epsilon is at least the number that is given, so that a "
+    "lower claim is false. replay: for the example that was tried, some steps showed "
+    "nothing but noisy gradients. A check that holds found no mistake, and proves no "
+    "claim."
+)
 _WHOSE = {
     True: ", with the mechanism of these runs",
     False: ", WITH ANOTHER MECHANISM than that of these runs",
@@ -111,6 +118,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             "Checks; none can know which program made the model",
             "; ".join(checked) or "none were passed to this report",
         ),
+        ("What checks show", _SHOWN),
         ("Software", ", ".join(map(" ".join, report["versions"].items()))),
     ]
 

@@ -293,13 +293,18 @@ def check_devices(params: PyTree, batch_sharding: Any) -> None:
     spread = [x.sharding for x in arrays if len(x.sharding.device_set) > 1]
     if not spread:
         return
-    if batch_sharding is None:
+    is_divided = batch_sharding is not None and (
+        not batch_sharding.is_fully_replicated
+        or not all(x.is_fully_replicated for x in spread)
+    )
+    if not is_divided:
         warn(
             "the parameters are on several devices, but batches are not divided "
             "among them, so that each device may compute the whole step. Pass "
             'batch_sharding=jax.NamedSharding(mesh, jax.P("data")), or jax.P() for '
             "devices that divide the model alone."
         )
+    if batch_sharding is None:
         return
     devices = {len(x.device_set) for x in spread}
     _validate.require(

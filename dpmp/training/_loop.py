@@ -233,6 +233,9 @@ class Loop:
         if mechanism.is_private and mechanism.delta is not None:
             epsilon = round_up(self._account.epsilon(self._started))
             spent = f" with epsilon {epsilon} spent"
+            if self._started < mechanism.iterations:
+                planned = round_up(mechanism.guarantee().epsilon)
+                spent += f" ({planned}, of all steps, if a result led to the stop)"
         where = "in trainer.last_state; fit goes on from there"
         if self._directory is not None and self._saved == step:
             where = "saved. Run the same program again, to go on from there"

@@ -173,7 +173,8 @@ class DPTrainer:
         They include steps of other mechanisms, and steps before the state was saved and
         loaded. Under ADD_OR_REMOVE_ONE a state does not have the number of examples,
         and all steps count with the number of the mechanism. `python -m dpmp ledger
-        DIR` also counts steps that this state does not depend on.
+        DIR` also counts steps that this state does not depend on. If results led to the
+        decision to stop at this state, claim `mechanism.guarantee()`, of all steps.
 
         Args:
           state: any state of this run.

@@ -415,6 +415,17 @@ def test_the_privatizer_is_an_optax_transformation():
     assert np.any(jax.random.key_data(fresh[0]) != jax.random.key_data(fresh[1]))
 
 
+def test_no_update_is_made_after_the_last_step():
+    mechanism = make_mechanism(noise_multiplier=1.0, iterations=2)
+    grad_fn, privatizer = mechanism.clipped_grad(linear_loss), mechanism.privatizer()
+    sums = grad_fn(jnp.zeros(3), jnp.zeros((2, 3)), is_padding_example=[False, False])
+    state = privatizer.init(jnp.zeros(3))
+    for _ in range(2):
+        _, state = privatizer.update(sums, state)
+    with pytest.raises(ValueError, match="at most one update for each of the iterat"):
+        privatizer.update(sums, state)
+
+
 # Without privacy.
 
 

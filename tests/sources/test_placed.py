@@ -83,8 +83,9 @@ def test_batches_are_for_the_devices_of_the_parameters():
     trainer = keyed_trainer()
     copies = NamedSharding(make_sharding(2).mesh, P())
     state = trainer.init(jax.device_put(PARAMS, copies))
-    with pytest.warns(UserWarning, match="each device may compute the whole step"):
-        trainer.load_batch(state, DATA)
+    for undivided in (None, copies):
+        with pytest.warns(UserWarning, match="each device may compute the whole step"):
+            trainer.load_batch(state, DATA, batch_sharding=undivided)
     with pytest.raises(ValueError, match="must have the devices of the parameters"):
         fit(trainer, state=state, batch_sharding=make_sharding(4))
 

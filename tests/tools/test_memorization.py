@@ -88,6 +88,8 @@ def test_losses_are_compared_with_a_claim():
     assert "The claim of 1.000 is FALSE." in " ".join(str(false).split())
     assert "So few canaries prove 4.559 at most." in " ".join(str(vague).split())
     none = audit.memorization(losses, is_in, delta=1e-5)
+    assert "likelihoods?" not in str(none)
+    assert "likelihoods?" in str(audit.memorization(-losses, is_in, delta=1e-5))
     assert checks.as_json(dataclasses.asdict(none))["claimed"] == "inf"
 
 

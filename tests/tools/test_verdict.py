@@ -1,6 +1,7 @@
 """That verdicts follow the error of a gradient, and the noise that it is added to."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -71,10 +72,13 @@ def test_paths_that_help_are_found_and_can_be_pasted():
 
 def test_a_loss_under_autocast_is_compared_with_the_one_that_it_changes():
     fun = dpmp.autocast(_plain)
-    assert _verdict(fun, "float32").aside < 1e-9  # with itself
-    verdict = _verdict(fun, "float32", reference=_plain)
+    assert _verdict(fun, "float32", reference=fun).aside < 1e-9  # with itself
+    verdict = _verdict(fun, "float32")
     assert verdict.is_safe
     assert 1e-4 < verdict.aside < 0.05
+    wrapper = functools.wraps(fun)(lambda *args: 2 * fun(*args))
+    with pytest.raises(ValueError, match="the reference of a function that calls"):
+        _verdict(wrapper, "float32")
 
 
 def test_a_loss_that_leaves_the_range_is_not_safe():

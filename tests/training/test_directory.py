@@ -281,6 +281,8 @@ def test_an_exception_of_a_source_pays_for_the_step_of_its_batch(tmp_path, prefe
     epsilon = MECHANISM.guarantee(5).epsilon
     assert trainer.guarantee(trainer.last_state).epsilon == epsilon
     assert f"with epsilon {accounting.round_up(epsilon)} spent" in notes
+    planned = accounting.round_up(PLANNED)
+    assert f"({planned}, of all steps, if a result led to the stop)" in notes
     with pytest.warns(UserWarning, match=r"paid for steps up to 5, .* after step 4"):
         fit(trainer, tmp_path)
     assert num_paid(tmp_path) == 8

@@ -91,6 +91,11 @@ class MemorizationAudit:
             verdict = " No claim was tested: pass claimed=."
         elif self.claimed > self.largest_epsilon:
             verdict = f" So few canaries prove {self.largest_epsilon:.3f} at most."
+        if self.exposure < 0.5:  # half of what blind guesses have
+            verdict += (
+                " This attack is worse than blind guesses: the losses of records that "
+                "were trained on should be smaller. Are these likelihoods?"
+            )
         return _plain_text.paragraph(
             f"{self.num_canaries} canaries: an attacker who sees losses of the model "
             f"finds {self.true_positive_rate:.1%} of those in the data, and takes at "

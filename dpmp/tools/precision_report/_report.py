@@ -21,7 +21,7 @@ from dpmp import _validate, loss_scaling
 from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.engines import check_float_leaves, check_num_args
-from dpmp.precision import Policy
+from dpmp.precision import Policy, reference_of
 from dpmp.programs import source_lines
 from dpmp.tools.precision_report import _shown
 from dpmp.tools.precision_report._comparison import Comparison, cast, compare, path_of
@@ -85,9 +85,8 @@ def precision_report(
       policy: a policy or the name of one. It casts arguments as `DPTrainer` does.
       differentiate: whether to analyse the gradient too, and compare with float32.
       loss_scale: the factor of the loss in the comparison, a power of two.
-      reference: the function to compare with, in float32; `fun` by default. To examine
-        an autocast loss, use `fun=dpmp.autocast(loss)`, `policy="float32"` and
-        `reference=loss`.
+      reference: the function to compare with, in float32; `fun` by default, and `loss`
+        for `fun=dpmp.autocast(loss)`, which is examined by `policy="float32"`.
 
     Returns:
       The report. `print` shows it. If jax refuses the loss under the policy, because
@@ -117,7 +116,8 @@ def precision_report(
     comparison = None
     leaves = jax.tree.leaves(args)
     if differentiate and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        comparison = compare(fun, reference or fun, args, policy, float(loss_scale))
+        reference = reference_of(fun) if reference is None else reference
+        comparison = compare(fun, reference, args, policy, float(loss_scale))
     return PrecisionReport(fun_name, name, found, comparison)
 
 

@@ -102,7 +102,9 @@ def _about_findings(
             "No line stands out, but the gradient differs from that of float32. Try "
             f"float32_paths with the parameters that are furthest from it: {paths}. "
             "If that does not help, inputs are rounded too: scale or centre them, or "
-            "use dpmp.autocast(fun). dpmp.compare_policies tries which paths help."
+            "use dpmp.autocast(fun). Or nearly equal numbers are subtracted: compute "
+            "both in float32, a product by preferred_element_type=jnp.float32. "
+            "dpmp.compare_policies tries which paths help."
         )
 
 

@@ -19,12 +19,13 @@ from dpmp import _plain_text, _validate
 from dpmp._arrays import as_device_dtypes
 from dpmp.engines import check_num_args
 from dpmp.mechanism import DPSGD
-from dpmp.precision import Policy
+from dpmp.precision import Policy, reference_of
 from dpmp.tools.precision_report._trials import SHARE_OF_NOISE, Trials
 
 # The numbers of parameters that are tried in float32.
 _TRIED = 1, 3, 10
 
+_WITH_AUTOCAST = " with autocast"
 _FARTHEST = 10.0  # percentages beyond say nothing
 _SLOW = 1.2  # one measurement tells no smaller difference
 
@@ -90,7 +91,12 @@ class Verdict:
                 "dtype of its own such as nnx.Embed, widens its operands, and the "
                 "policy saves nothing."
             )
-        if not self.is_safe:
+        if not self.is_safe and self.policy.endswith(_WITH_AUTOCAST):
+            text += (
+                " Products are too narrow here: compute those whose results are "
+                "subtracted or scaled up without autocast, or all of them."
+            )
+        elif not self.is_safe:
             text += (
                 " Inputs are rounded too: scale or centre them first. Or use "
                 'policy="float32" with dpmp.autocast(loss). dpmp.precision_report '
@@ -148,9 +154,8 @@ def compare_policies(
         `rounded_share`, all products are rounded.
       loss_scale: the factor of the loss, a power of two, where a policy computes in
         float16.
-      reference: the loss in float32 to compare with; `fun` by default. To ask about
-        `autocast(loss)`, pass it as `fun`, with `policies=["float32"]` and
-        `reference=loss`.
+      reference: the loss in float32 to compare with; `fun` by default, and `loss` for
+        `fun=autocast(loss)`, about which `policies=["float32"]` asks.
 
     Returns:
       A verdict for each policy.
@@ -187,14 +192,15 @@ def compare_policies(
         microbatch_size=None,
     )
     _validate.optional(_validate.function)(reference=reference)
-    trials = Trials(fun, args, mechanism, optimizer, loss_scale, reference or fun)
+    reference = reference_of(fun) if reference is None else reference
+    trials = Trials(fun, args, mechanism, optimizer, loss_scale, reference)
     return [_verdict(trials, x) for x in policies]
 
 
 def _verdict(trials: Trials, given: str | Policy) -> Verdict:
     policy = Policy.parse(given)
     name = given if isinstance(given, str) else _name_of(policy)
-    name += " with autocast" if trials.is_autocast else ""
+    name += _WITH_AUTOCAST if trials.is_autocast else ""
 
     def of(policy: Policy) -> Verdict:
         errors = trials.of(policy)
