@@ -379,6 +379,16 @@ def _few_bits() -> list[Passage]:
         f"it costs {of_static[0]} at epsilon 8 and {of_static[1]} without privacy, "
         f"and with the coin {of_rotating[0]} and {of_rotating[1]}"
     )
+    of_others = (
+        few_bits("SmolLM2 adapters", "none", row, "mixed_bfloat16")
+        for row in ("float8", "float32", "mixed_float16", "int8", "mxfp8")
+    )
+    of_float8, *close = ("{:.1f} ± {:.1f}".format(*x) for x in of_others)
+    texts.append(
+        f"float8 costs {of_float8} % without privacy, nearly all of it in one of the "
+        f"seeds; float32, float16, int8 and MXFP8 cost {', '.join(close[:-1])} and "
+        f"{close[-1]} %"
+    )
     return [Passage(page, text) for text in texts]
 
 

@@ -136,6 +136,7 @@ PLACES = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the parameters are on several devices")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_is_compiled_once_wherever_it_is(place):
     trainer = make_trainer(released_metrics=METRICS)
