@@ -215,10 +215,9 @@ def check_program(
             f'of Keras do until keras.config.set_dtype_policy("mixed_{dtype.name}") is '
             "called before they are made, and as layers with a dtype of their own do "
             "(nnx.Embed of Flax has float32: pass its dtype). Or it combines them with "
-            "frozen arrays or "
-            "random numbers of a wider dtype, which can be cast. For any other loss, "
-            'use policy="float32", with dpmp.autocast(loss_fn) if products in '
-            f"{dtype.name} are meant."
+            "frozen arrays or random numbers of a wider dtype, which can be cast. For "
+            'any other loss, use policy="float32", with dpmp.autocast(loss_fn) if '
+            f"products in {dtype.name} are meant."
         )
 
 

@@ -234,7 +234,7 @@ class Loop:
             epsilon = round_up(self._account.epsilon(self._started))
             spent = f" with epsilon {epsilon} spent"
             if self._started < mechanism.iterations:
-                planned = round_up(mechanism.guarantee().epsilon)
+                planned = round_up(self._account.epsilon(mechanism.iterations))
                 spent += f" ({planned}, of all steps, if a result led to the stop)"
         where = "in trainer.last_state; fit goes on from there"
         if self._directory is not None and self._saved == step:

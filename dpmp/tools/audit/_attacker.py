@@ -19,9 +19,11 @@ _REPLACE_ONE = dp_accounting.NeighboringRelation.REPLACE_ONE
 def name_of(mechanism: DPSGD) -> str:
     """What a step costs, by which a report knows the mechanism; "" if that is private.
 
-    Under ADD_OR_REMOVE_ONE, it would show the number of examples.
+    Under ADD_OR_REMOVE_ONE, it would show the number of examples. Before calibration, a
+    step has no cost.
     """
-    return "" if mechanism.hides_size else repr(mechanism.step_cost)
+    is_known = mechanism.noise_multiplier is not None and not mechanism.hides_size
+    return repr(mechanism.step_cost) if is_known else ""
 
 
 class Attacker(NamedTuple):
