@@ -9,10 +9,9 @@ finds the examples of as many steps as fit in memory. So an epoch of a large dat
 takes several passes, and never a table of the size of the dataset.
 """
 
-import dataclasses
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -85,7 +84,7 @@ class RandomAllocation:
     steps_per_epoch: int
     iterations: int
     truncated_batch_size: int | None = None
-    num_examples: int | None = dataclasses.field(default=None, compare=False)
+    num_examples: int | None = field(default=None, compare=False)
 
     def __post_init__(self):
         _validate.fields(

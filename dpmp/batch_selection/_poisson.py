@@ -9,10 +9,9 @@ Truncation needs no draw of its own: a uniform subset of a uniform subset is a u
 subset. So a batch that would be too large is drawn at the largest size to begin with.
 """
 
-import dataclasses
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -70,7 +69,7 @@ class PoissonSampling:
     iterations: int
     truncated_batch_size: int | None = None
     cycle_length: int = 1
-    num_examples: int | None = dataclasses.field(default=None, compare=False)
+    num_examples: int | None = field(default=None, compare=False)
 
     def __post_init__(self):
         _validate.fields(
@@ -180,16 +179,6 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
     return np.concatenate([indices, padding])
 
 
-def check_num_examples(num_examples: Any, *, least: int = 1) -> int:
-    """Returns the size of a dataset as a Python integer; ValueError if it is none."""
-    return _validate.integer_in(
-        range(least, 2**63),
-        f"num_examples must be an integer from {least} to 2^63 - 1. Pass the size of "
-        "the dataset.",
-        num_examples=num_examples,
-    )
-
-
 def size_for(sampling: Any, given: Any, *, least: int = 1) -> int:
     """The size of the dataset of a sampling; ValueError if another one is given."""
     known = sampling.num_examples
@@ -198,7 +187,12 @@ def size_for(sampling: Any, given: Any, *, least: int = 1) -> int:
         "num_examples must be that of the mechanism, whose noise is not for any other. "
         "Leave it out, or make a mechanism for this dataset.",
     )
-    return check_num_examples(known if given is None else given, least=least)
+    return _validate.integer_in(
+        range(least, 2**63),
+        f"num_examples must be an integer from {least} to 2^63 - 1. Pass the size of "
+        "the dataset.",
+        num_examples=known if given is None else given,
+    )
 
 
 def key_of(key: Any) -> int:

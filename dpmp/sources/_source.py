@@ -36,8 +36,9 @@ class Source(Protocol):
     A source whose `__getitem__` takes a single integer and returns one example works
     too (grain, PyTorch): it is asked for one example after the other, so that none can
     depend on the rest of its batch, as the guarantee assumes. If yours takes both, and
-    arrays are faster, let it raise TypeError for an integer. A source may also return
-    lists in place of arrays (Hugging Face).
+    arrays are faster, let it raise TypeError for an integer. (Datasets of Hugging Face
+    without functions on the fly are asked for arrays.) A source may also return
+    lists in place of arrays.
 
     The index of an example decides its place in the dataset: return the same example
     for the same index in every step.
@@ -201,7 +202,7 @@ class Loader:
             like_singles = rows
             if not self._has_columns:  # it may take an integer for an array of one
                 like_singles = jax.tree.map(lambda x: x[:, None], rows)
-            if _described(like_singles) == _described(singles):
+            if _content(like_singles) == _content(singles):
                 return self.together, rows
         return self.one_by_one, singles
 
@@ -262,6 +263,10 @@ def _without_message(error: BaseException) -> BaseException:
 def _described(examples: PyTree) -> Any:
     leaves, tree = jax.tree.flatten(examples)
     return tree, [(x.shape, x.dtype) for x in leaves]
+
+
+def _content(examples: PyTree) -> Any:
+    return _described(examples), [x.tobytes() for x in jax.tree.leaves(examples)]
 
 
 def load_padded(load: Load, padded: np.ndarray) -> PyTree:

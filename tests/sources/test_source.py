@@ -115,6 +115,18 @@ def test_a_source_that_takes_one_index_is_never_given_more():
     assert np.any(batch[1] != ARRAYS["x"][11])
 
 
+def test_a_batch_of_one_that_depends_on_others_is_not_taken_for_rows():
+    class Mixed(AsBatchOfOne):
+        def __getitem__(self, indices):
+            x = super().__getitem__(indices)["x"]
+            return x - x.mean()
+
+    load = loader_of(Mixed(), 12)
+    assert load.way[0] == load.one_by_one
+    load = loader_of(AsBatchOfOne(), 12)
+    assert load.way[0] == load.together
+
+
 def test_one_example_is_not_taken_for_rows_of_the_same_bytes():
     class Blank:
         def __len__(self):
