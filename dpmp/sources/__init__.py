@@ -5,13 +5,14 @@ their number.
 """
 
 from dpmp.sources._check_source import check_source
-from dpmp.sources._placed import check_sharding, load_shards
+from dpmp.sources._placed import check_devices, check_sharding, load_shards
 from dpmp.sources._prefetch import prefetched
 from dpmp.sources._source import Load, Source, loader_of
 
 __all__ = [
     "Load",
     "Source",
+    "check_devices",
     "check_sharding",
     "check_source",
     "load_shards",

@@ -14,6 +14,7 @@ import numpy as np
 
 from dpmp import _processes, _validate
 from dpmp._typing import PyTree
+from dpmp._warnings import warn
 from dpmp.batch_selection import pad_indices
 from dpmp.mechanism import DPSGD
 from dpmp.sources._source import Load, load_padded
@@ -58,6 +59,37 @@ def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
         )
 
 
+def check_devices(params: PyTree, batch_sharding: Any) -> None:
+    """Raises ValueError if batches and parameters are to be on different devices.
+
+    Warns if several devices are to compute the same.
+    """
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    spread = [x.sharding for x in arrays if len(x.sharding.device_set) > 1]
+    if not spread:
+        return
+    is_divided = batch_sharding is not None and (
+        not batch_sharding.is_fully_replicated
+        or not all(x.is_fully_replicated for x in spread)
+    )
+    if not is_divided:
+        warn(
+            "the parameters are on several devices, but batches are not divided "
+            "among them, so that each device may compute the whole step. Pass "
+            'batch_sharding=jax.NamedSharding(mesh, jax.P("data")), or jax.P() for '
+            "devices that divide the model alone."
+        )
+    if batch_sharding is None:
+        return
+    devices = {len(x.device_set) for x in spread}
+    _validate.require(
+        all(x.device_set == batch_sharding.device_set for x in spread),
+        "batch_sharding must have the devices of the parameters. Use one mesh.",
+        devices_of_batches=len(batch_sharding.device_set),
+        devices_of_parameters=sorted(devices),
+    )
+
+
 def load_shards(
     load: Load, indices: np.ndarray, mechanism: DPSGD, sharding: Any
 ) -> tuple[PyTree, Any]:
@@ -66,6 +98,9 @@ def load_shards(
     padded = pad_indices(indices, batch_size)
     if sharding is None:
         return load_padded(load, padded), padded < 0
+    if isinstance(sharding, jax.NamedSharding):
+        # P("data", None) is for arrays of two axes, and labels have one.
+        sharding = sharding.update(spec=jax.P(*sharding.spec[:1]))
     if mechanism.microbatch_size is not None:
         # Each shard in turn gets a part of a microbatch.
         num_shards = _num_shards(sharding)

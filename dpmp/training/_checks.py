@@ -284,37 +284,6 @@ def _value(leaf: Any) -> Any:
     return leaf if is_array else getattr(leaf, "value", leaf)
 
 
-def check_devices(params: PyTree, batch_sharding: Any) -> None:
-    """Raises ValueError if batches and parameters are to be on different devices.
-
-    Warns if several devices are to compute the same.
-    """
-    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-    spread = [x.sharding for x in arrays if len(x.sharding.device_set) > 1]
-    if not spread:
-        return
-    is_divided = batch_sharding is not None and (
-        not batch_sharding.is_fully_replicated
-        or not all(x.is_fully_replicated for x in spread)
-    )
-    if not is_divided:
-        warn(
-            "the parameters are on several devices, but batches are not divided "
-            "among them, so that each device may compute the whole step. Pass "
-            'batch_sharding=jax.NamedSharding(mesh, jax.P("data")), or jax.P() for '
-            "devices that divide the model alone."
-        )
-    if batch_sharding is None:
-        return
-    devices = {len(x.device_set) for x in spread}
-    _validate.require(
-        all(x.device_set == batch_sharding.device_set for x in spread),
-        "batch_sharding must have the devices of the parameters. Use one mesh.",
-        devices_of_batches=len(batch_sharding.device_set),
-        devices_of_parameters=sorted(devices),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of `DPTrainer.fit`, which documents them."""

@@ -101,7 +101,9 @@ class Report:
         if self._enabled:
             self._print(self._first_line())
             if self._begin:
-                self._print(f"goes on from step {self._begin}")
+                is_complete = self._begin >= self._stop
+                rest = ", the last one: its parameters are returned" * is_complete
+                self._print(f"goes on from step {self._begin}{rest}")
         self._bar.start()
         return self
 

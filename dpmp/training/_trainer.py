@@ -15,7 +15,7 @@ from dpmp.loss_scaling import DynamicScale, LossScale
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy
 from dpmp.programs import losses
-from dpmp.sources import Load, Source, check_sharding, loader_of
+from dpmp.sources import Load, Source, check_devices, check_sharding, loader_of
 from dpmp.training import _agreement, _checks
 from dpmp.training._account import Account, LastStep, newest, past_of
 from dpmp.training._checks import Options
@@ -273,7 +273,7 @@ class DPTrainer:
         self._step.check_structure(state)
         _checks.check_not_over(int(state.step), self.mechanism)
         check_sharding(batch_sharding, self.mechanism)
-        _checks.check_devices(state.params, batch_sharding)
+        check_devices(state.params, batch_sharding)
         mechanism = self.mechanism
         load = loader_of(
             source, mechanism.num_examples, hides_size=mechanism.hides_size
@@ -378,7 +378,7 @@ class DPTrainer:
             source, mechanism.num_examples, hides_size=mechanism.hides_size
         )
         self._step.check_structure(state)
-        _checks.check_devices(state.params, batch_sharding)
+        check_devices(state.params, batch_sharding)
         self._compare_processes(state, load, batch_sharding, options.plan)
         _agreement.check_same_arrays(state)
         made: Any = None

@@ -61,6 +61,12 @@ def test_batches_may_be_replicated_along_another_axis():
     assert {x.data.shape for x in batch["x"].addressable_shards} == {(8, 2)}
 
 
+def test_a_spec_may_name_axes_that_labels_do_not_have():
+    sharding = NamedSharding(make_sharding(2).mesh, P("data", None))
+    batch, is_padding = load_shards(3, make_mechanism(), sharding)
+    assert batch["x"].sharding.spec == is_padding.sharding.spec == P("data")
+
+
 def test_a_step_takes_its_arguments_from_any_place():
     """As loops that users write may pass them, from one step to the next."""
     sharding = make_sharding(2)
@@ -101,7 +107,7 @@ def test_a_process_asks_for_the_rows_of_its_own_devices_only(monkeypatch):
     own = dict(list(sharding.devices_indices_map((SIZE,)).items())[1:3])
 
     def make_array(given, rows, shape):
-        assert given is sharding
+        assert given == sharding
         assert shape == (SIZE, *rows.shape[1:])
         return rows
 

@@ -148,6 +148,9 @@ def test_a_line_shows_the_values_of_the_last_release(trainer):
     assert shown.getvalue() == ""
     report.show(12, state.step, {}, {})
     assert "noisy overflowed 0.25" in shown.getvalue()
+    with Report(mechanism, float, 60, 60, enabled=True, console=console):
+        text = "goes on from step 60, the last one: its parameters are returned"
+        assert text in shown.getvalue()
 
 
 @pytest.mark.parametrize("when", ["metrics", "release"])

@@ -55,7 +55,7 @@ def run(
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     versions = map(" ".join, checks.versions().items())
-    show(f"{checks.device()}; {', '.join(versions)}")
+    show(f"{checks.device()}; {', '.join(versions)}; the first table takes a minute")
     results = []
     with console.status("measuring"):
         for part in parts(subjects, sizes):
