@@ -18,6 +18,7 @@ import numpy as np
 from dpmp import _validate
 from dpmp.batch_selection._poisson import (
     PoissonSampling,
+    first_step,
     key_of,
     random_words,
     size_for,
@@ -139,12 +140,7 @@ class Drawer:
         """Begins at a step."""
         self._sampling = sampling
         self._num_examples = size_for(sampling, num_examples)
-        self.start = self._next = _validate.integer_in(
-            range(sampling.iterations + 1),
-            f"start must be from 0 to iterations = {sampling.iterations}. Pass the "
-            "number of steps that were made.",
-            start=start,
-        )
+        self.start = self._next = first_step(sampling, start)
         self._epoch: _Epoch | None = None
 
     def __call__(self, step: int, key: int) -> np.ndarray:

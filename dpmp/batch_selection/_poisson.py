@@ -124,19 +124,24 @@ class PoissonSampling:
         self,
         num_examples: int | None = None,
         rng: np.random.Generator | int | None = None,
+        *,
+        start: int = 0,
     ) -> Iterator[np.ndarray]:
         """Yields the indices of all batches in order; see `indices`.
 
         Args:
           num_examples: the size of the dataset. A sampling of a mechanism knows it.
           rng: a NumPy generator from which the key is drawn, or the key itself. None
-            draws a key of 128 bits from the operating system.
+            draws a key of 128 bits from the operating system. Use each key for one
+            iterator.
+          start: the first step, if a run goes on: the number of steps that were ever
+            begun.
         """
         if isinstance(rng, np.random.Generator):
             rng = int.from_bytes(rng.bytes(16), "little")
         key = secrets.randbits(128) if rng is None else rng
         num_examples = size_for(self, num_examples)
-        for step in range(self.iterations):
+        for step in range(first_step(self, start), self.iterations):
             yield self.indices(step, num_examples=num_examples, key=key)
 
 
@@ -192,6 +197,16 @@ def size_for(sampling: Any, given: Any, *, least: int = 1) -> int:
         f"num_examples must be an integer from {least} to 2^63 - 1. Pass the size of "
         "the dataset.",
         num_examples=known if given is None else given,
+    )
+
+
+def first_step(sampling: Any, start: Any) -> int:
+    """The step from which a run goes on; ValueError if there is no such step."""
+    return _validate.integer_in(
+        range(sampling.iterations + 1),
+        f"start must be from 0 to iterations = {sampling.iterations}. Pass the "
+        "number of steps that were made.",
+        start=start,
     )
 
 

@@ -143,7 +143,9 @@ def clipped_grad(
         the function returns a `JointSum`.
       rescale_to_unit_norm: whether to divide the clipped gradients by the clip norm (by
         the norm of all clip norms), so that it does not affect the learning rate.
-      normalize_by: divides the sum; usually the expected batch size.
+      normalize_by: divides the sum: a public number that is fixed before the run,
+        usually the expected batch size. The number of examples that were drawn is
+        sensitive, and noise does not cover it.
       batch_argnums: the positions of the arguments with a leading example axis. The
         axis has the same size in all of them.
       keep_batch_dim: whether `fun` is given one example as a batch of one (True) or
@@ -190,7 +192,8 @@ def clipped_grad(
       A callable with the arguments of `fun` and the keyword `is_padding_example`, a
       (B,) bool array. It returns the sum, or (sum, AuxiliaryOutput) if `has_aux`,
       `return_values` or `return_grad_norms`. All other keyword arguments reach `fun`
-      unchanged for every example.
+      unchanged for every example. Values, norms and aux have a row for each example,
+      which is 0 for padding. They have no noise: do not show or log them.
 
     Raises:
       ValueError: at construction if arguments are invalid or contradict each other.

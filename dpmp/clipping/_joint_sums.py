@@ -185,7 +185,9 @@ class ReleasedMetrics:
     ) -> dict[str, jax.Array]:
         """The noisy means over examples of all metrics.
 
-        The sums are divided by the expected batch size: the true size is sensitive.
+        `l2_norm_bound` is that of the function which `clipped_grad` returned, and
+        counts `normalize_by` in. The sums are divided by the expected batch size: the
+        true size is sensitive.
         """
         largest = self.max_coordinate(l2_norm_bound)
         units = {

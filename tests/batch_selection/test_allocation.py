@@ -140,9 +140,10 @@ def test_sizes_out_of_range_are_refused(num_examples):
 
 
 @pytest.mark.parametrize("start", [-3, 1.5, 4])
-def test_starts_out_of_range_are_refused(start):
+@pytest.mark.parametrize("sampling", [RandomAllocation(3, 3), PoissonSampling(0.5, 3)])
+def test_starts_out_of_range_are_refused(sampling, start):
     with pytest.raises(ValueError, match="start must be from 0 to iterations = 3"):
-        next(RandomAllocation(3, 3).batch_iterator(10, KEY, start=start))
+        next(sampling.batch_iterator(10, KEY, start=start))
 
 
 def test_numpy_numbers_are_sizes_and_many_steps_take_no_memory():

@@ -187,12 +187,15 @@ def test_truncation_keeps_a_uniformly_random_part():
 def test_the_iterator_gives_the_same_batches_and_draws_its_key_from_a_generator():
     sampling = PoissonSampling(0.3, 5, 10)
 
-    def batches(rng):
-        return [x.tolist() for x in sampling.batch_iterator(50, rng)]
+    def batches(rng, **start):
+        return [x.tolist() for x in sampling.batch_iterator(50, rng, **start)]
 
-    assert batches(KEY) == [
+    whole = batches(KEY)
+    assert whole == [
         sampling.indices(step, num_examples=50, key=KEY).tolist() for step in range(5)
     ]
+    assert batches(KEY, start=3) == whole[3:]
+    assert batches(KEY, start=5) == []
     first, again = (batches(np.random.default_rng(0)) for _ in range(2))
     assert first == again
     rng = np.random.default_rng(0)
