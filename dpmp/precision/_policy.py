@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import optax
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+from dpmp._warnings import warn
 from dpmp.numerics import at_least_float32
 from dpmp.precision import _rules, _stochastic_rounding
 from dpmp.programs import float8, rounded_products
@@ -229,24 +230,36 @@ class Policy:
         def rounded_fun(params: PyTree, *args: Any, **kwargs: Any) -> Any:
             paths = [_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
             _rules.check_found(self.products, paths)
+            rules = [_rules.rule_for(self.products, path) for path in (*paths, "")]
+            without_products = {*rules[:-1]} - {None}
 
             def choose(number: int | None) -> rounded_products.Choice | None:
-                form = _rules.format_of(
-                    self.products, "" if number is None else paths[number]
-                )
-                if form is None:
+                place = len(paths) if number is None else number
+                rule = rules[place]
+                if rule is None:
                     return None
-                drawn = None
-                if is_rounded is not None:
-                    drawn = is_rounded[len(paths) if number is None else number]
-                return rounded_products.Choice(form, drawn)
+                without_products.discard(rule)
+                drawn = None if is_rounded is None else is_rounded[place]
+                return rounded_products.Choice(rule[1], drawn)
 
             rounded = rounded_products.with_rounded_products(
                 fun, choose, widest=self.compute_dtype
             )
-            return rounded(params, *args, **kwargs)
+            results = rounded(params, *args, **kwargs)
+            if without_products:
+                self._warn_of_rules(sorted(without_products))
+            return results
 
         return rounded_fun
+
+    def _warn_of_rules(self, rules: Sequence[tuple[str, str]]) -> None:
+        shown = ", ".join(f"{path!r}: {form!r}" for path, form in rules)
+        warn(
+            f"no product of the loss is rounded by products={{{shown}}}. An operand is "
+            f"wider than {self.compute_dtype.name} in all of them, as behind a layer "
+            "in float32 whose result is not cast back, or they are in a function with "
+            "derivatives of its own."
+        )
 
 
 PRESETS: dict[str, dict[str, Any]] = {

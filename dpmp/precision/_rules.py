@@ -69,11 +69,10 @@ def parse(products: Any) -> Rules:
     return rules
 
 
-def format_of(rules: Rules, path: str) -> str | None:
-    """The format of the products of a parameter; None to leave them as they are."""
-    found = (form for expression, form in rules if re.search(expression, path))
-    form = next(found, UNROUNDED)
-    return None if form == UNROUNDED else form
+def rule_for(rules: Rules, path: str) -> tuple[str, str] | None:
+    """The rule for the products of a parameter; None to leave them as they are."""
+    found = next((rule for rule in rules if re.search(rule[0], path)), None)
+    return None if found is None or found[1] == UNROUNDED else found
 
 
 def check_found(rules: Rules, paths: Sequence[str]) -> None:
@@ -85,8 +84,8 @@ def check_found(rules: Rules, paths: Sequence[str]) -> None:
     ]
     _validate.require(
         not unused,
-        "every expression in products must be found in a parameter's path. Paths are "
-        "keystr(path, simple=True, separator='/') of jax.tree_util.",
+        "every expression in products must be found in a parameter's path. "
+        f"The first ones are {', '.join(paths[:8])}.",
         unused=unused,
     )
 

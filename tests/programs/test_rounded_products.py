@@ -177,6 +177,7 @@ def test_parameters_are_followed_into_loops_and_branches():
             np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:no product of the loss is rounded")
 def test_parameters_are_followed_into_while_loops():
     def loss(params, x):
         def body(state):
@@ -195,8 +196,29 @@ def test_parameters_are_followed_into_while_loops():
     assert value("nvfp4", jnp.ones(3)) == value("nvfp4")
 
 
+def test_rules_that_round_no_product_are_warned_of():
+    """As behind a layer in float32, whose result is not cast back."""
+    policy = Policy(
+        jnp.float32,
+        jnp.bfloat16,
+        float32_paths=("^a",),
+        products={"^b": "int8", "^c": "nvfp4", "": "compute"},
+    )
+    params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4)), "c": jnp.ones((4, 4))}
+
+    def loss(params, x):
+        y = (x @ params["c"]).astype(jnp.float32) @ params["a"]
+        return jnp.sum(y @ params["b"].astype(y.dtype))
+
+    args = policy.cast_to_compute(params), policy.cast_inputs(jnp.ones((1, 4)))
+    rounded = policy.in_product_precision(loss)
+    with pytest.warns(UserWarning, match=r"no product.*products=\{'\^b': 'int8'\}"):
+        jax.grad(rounded)(*args)
+
+
 def test_expressions_that_are_not_found_are_refused():
-    with pytest.raises(ValueError, match=r"every expression in products.*\['c'\]"):
+    message = r"every expression in products.*\['c'\]. The first ones are a/w, b/w"
+    with pytest.raises(ValueError, match=message):
         _under({"c": "int8"})
 
 
@@ -218,12 +240,12 @@ def test_rules_of_qwix_are_taken(given, expected):
     rule = qwix.QtRule(module_path="layers/.*/mlp", **given)
     rules = _rules.parse([rule])
     assert [form for _, form in rules] == [expected]
-    form = None if expected == "compute" else expected
-    assert _rules.format_of(rules, "layers/3/mlp/kernel") == form
-    assert _rules.format_of(rules, "layers/3/mlp2/kernel") is None
-    assert _rules.format_of(rules, "params/layers/3/mlp/kernel") == form
-    assert _rules.format_of(rules, "encoder/layers/3/mlp/kernel") is None
-    assert _rules.format_of(rules, "layers/3/mlp/up/lora/kernel") is None
+    rule = None if expected == "compute" else rules[0]
+    assert _rules.rule_for(rules, "layers/3/mlp/kernel") == rule
+    assert _rules.rule_for(rules, "layers/3/mlp2/kernel") is None
+    assert _rules.rule_for(rules, "params/layers/3/mlp/kernel") == rule
+    assert _rules.rule_for(rules, "encoder/layers/3/mlp/kernel") is None
+    assert _rules.rule_for(rules, "layers/3/mlp/up/lora/kernel") is None
 
 
 @pytest.mark.parametrize(

@@ -168,4 +168,18 @@ def test_a_policy_that_the_loss_undoes_is_told(widens):
 
     verdict = _verdict(loss)
     assert verdict.has_effect != widens
-    assert ("But no product is" in str(verdict)) == widens
+    assert str(verdict).startswith("No effect: no product is") == widens
+
+
+def test_a_policy_is_not_saved_by_parameters_that_make_all_products_wider():
+    """With this parameter in float32, no product would be in bfloat16 any more."""
+
+    def loss(params, x):
+        w = params["w"]
+        x = x.astype(w.dtype)
+        return jnp.mean(jnp.square(jnp.tanh(x @ w - x @ jnp.full_like(w, 300.0))))
+
+    verdict = _verdict(loss, params={"w": 300.0 + _PARAMS["w"]})
+    assert not verdict.is_safe
+    assert verdict.has_effect
+    assert verdict.float32_paths == ()

@@ -106,7 +106,7 @@ class Trials:
         """Whether a policy of 16 bits lets the loss multiply in them."""
         one = jax.tree.map(lambda x: x[:1], self._batch)
         args = jax.eval_shape(lambda: cast((self._params[0], *one), policy))
-        jaxpr, _ = interpreter.trace(policy.in_product_precision(self._fun), *args)
+        jaxpr, _ = interpreter.trace(self._fun, *args)
         narrow = policy.compute_dtype.itemsize == 2
         return not (narrow and losses.all_products_are_wider(equations(jaxpr.jaxpr)))
 

@@ -71,6 +71,12 @@ class Verdict:
             answer += ", because "
             answer += "noise hides the errors" if is_hidden else "steps hardly differ"
         text = f"Is {self.policy} safe for this private run? {answer}. "
+        if not self.has_effect:
+            text = (
+                f"No effect: no product is in {self.policy}. The loss, or a layer with "
+                "a dtype of its own such as nnx.Embed, widens its operands, and the "
+                f"policy saves nothing. {text}"
+            )
         if abs(self.kept) <= _FARTHEST:
             text += (
                 f"Steps go {self.kept:.1%} as far in the direction of the float32 "
@@ -85,12 +91,6 @@ class Verdict:
             "That is the worse of two answers: at the given parameters, and after "
             f"{self.steps} private steps in float32."
         )
-        if not self.has_effect:
-            text += (
-                f" But no product is in {self.policy}: the loss, or a layer with a "
-                "dtype of its own such as nnx.Embed, widens its operands, and the "
-                "policy saves nothing."
-            )
         if not self.is_safe and self.policy.endswith(_WITH_AUTOCAST):
             text += (
                 " Products are too narrow here: compute those whose results are "
@@ -220,9 +220,11 @@ def _verdict(trials: Trials, given: str | Policy) -> Verdict:
     paths = trials.furthest(policy)
     for number in _TRIED:
         tried = *policy.float32_paths, *paths[:number]
-        # Some losses do not run on parameters of several dtypes.
+        wider = dataclasses.replace(policy, float32_paths=tried)
+        # Some losses do not run on parameters of several dtypes. In others, one
+        # parameter in float32 makes all products behind it wider.
         with contextlib.suppress(TypeError, ValueError):
-            verdict = of(dataclasses.replace(policy, float32_paths=tried))
+            verdict = of(wider) if trials.has_effect(wider) else first
         if verdict.is_safe:
             return verdict
     return first
