@@ -1,6 +1,7 @@
 """Audits pass on dpmp as it is, and fail on dpmp with a fault."""
 
 import dataclasses
+import functools
 import itertools
 
 import dp_accounting
@@ -117,24 +118,36 @@ def data(value=None):
     return {"x": x, "y": np.ones(NUM_EXAMPLES, np.float32)}
 
 
-def replay(value=None, *, loss_fn=loss, optimizer=None, policy="float32", **fields):
+def replay(
+    value=None,
+    *,
+    loss_fn=loss,
+    optimizer=None,
+    policy="float32",
+    prepare=None,
+    **fields,
+):
     scale = fields.pop("loss_scale", None)
     names = "callback", "sensitive_callback", "files"
     callbacks = {x: fields.pop(x) for x in names if x in fields}
     sizes = {"num_examples": NUM_EXAMPLES, "expected_batch_size": 16, "iterations": 8}
     fields = sizes | {"l2_clip_norm": 0.1, "num_parameters": 41} | fields
-    chosen = dpmp.DPSGD(noise_multiplier=1.0, delta=1e-5, **fields)
-    trainer = dpmp.DPTrainer(
-        mechanism=chosen,
-        loss_fn=loss_fn,
-        optimizer=optimizer or optax.sgd(0.1, momentum=0.9),
-        policy=policy,
-        loss_scale=scale,
-    )
+
+    def make_trainer(loss_fn=loss_fn, **changed):
+        given = {"noise_multiplier": 1.0, "delta": 1e-5} | fields | changed
+        return dpmp.DPTrainer(
+            mechanism=dpmp.DPSGD(**given),
+            loss_fn=loss_fn,
+            optimizer=optimizer or optax.sgd(0.1, momentum=0.9),
+            policy=policy,
+            loss_scale=scale,
+        )
+
     params = {"w": jnp.zeros(40), "b": jnp.zeros(())}
     neighbour = None if value is None else data(value)
+    run = functools.partial(prepare, make_trainer) if prepare else make_trainer()
     return audit.replay(
-        trainer, params, data(), index=EXAMPLE, neighbour=neighbour, **callbacks
+        run, params, data(), index=EXAMPLE, neighbour=neighbour, **callbacks
     )
 
 
@@ -247,6 +260,46 @@ def test_an_optimizer_that_reads_the_host_is_found():
     assert found.differs == ("the sum of a step without the example", "the state")
 
 
+def _with_callback(make_trainer, data):
+    return make_trainer(), data, lambda state: {"loss": loss(state.params, data)}
+
+
+def _with_statistics(make_trainer, data):
+    return make_trainer(), {**data, "x": data["x"] - data["x"].mean(0)}, None
+
+
+def _with_a_mean_in_the_loss(make_trainer, data):
+    mean = data["x"].mean(0)
+
+    def centred_loss(params, batch):
+        return loss(params, {**batch, "x": batch["x"] - mean})
+
+    return make_trainer(centred_loss), data, None
+
+
+def _with_a_clip_norm(make_trainer, data):
+    return make_trainer(l2_clip_norm=float(data["x"].max())), data, None
+
+
+OF_SUMS = ("the sum of a step without the example",)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "found"),
+    [
+        (lambda make_trainer, data: (make_trainer(), data, None), ()),
+        (_with_callback, ("the return value of the callback",)),
+        (_with_statistics, OF_SUMS),
+        (_with_a_mean_in_the_loss, OF_SUMS),
+        (_with_a_clip_norm, ("the mechanism",)),
+    ],
+)
+def test_what_a_run_prepares_from_its_data_is_compared(prepare, found):
+    seen = replay(2.0, prepare=prepare)
+    assert set(found) <= set(seen.differs)
+    assert seen.passed == (not found)
+
+
 @pytest.mark.parametrize("leaks", [False, True])
 def test_files_of_callbacks_are_compared(tmp_path, leaks):
     def keep(outputs):
@@ -272,6 +325,12 @@ def test_arguments_of_a_replay_are_checked():
         audit.replay(trainer, {}, {}, index=4096)
     with pytest.raises(ValueError, match="plan at least as many steps"):
         audit.replay(trainer, {}, {}, steps=13)
+    with pytest.raises(ValueError, match="must have a neighbour to prepare it for"):
+        audit.replay(lambda data: (trainer, data, None), {}, {})
+    with pytest.raises(ValueError, match="must return the trainer, the data and the"):
+        audit.replay(lambda data: trainer, {}, {}, neighbour={})
+    with pytest.raises(ValueError, match="trainer must be a DPTrainer, or a function"):
+        audit.replay("trainer", {}, {})
 
 
 @pytest.mark.parametrize(

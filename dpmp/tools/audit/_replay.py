@@ -10,22 +10,16 @@ The example takes part in every second step. In the other steps, the sums must b
 same: a scale or a statistic that remembers the example would change them.
 """
 
-import collections
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import io
-import logging
 import math
 import pathlib
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import io_callback
@@ -36,6 +30,7 @@ from dpmp.mechanism import DPSGD
 from dpmp.numerics import is_grid
 from dpmp.sources import Source, loader_of
 from dpmp.tools.audit._attacker import name_of
+from dpmp.tools.audit._tape import Tape
 from dpmp.training import DPTrainer, TrainingState
 
 # For the norm of a change, which is computed in float64.
@@ -73,15 +68,18 @@ class ReplayAudit:
         return "\n".join([head, *(f"- {x}" for x in self.differs)])
 
 
+Callback: TypeAlias = Callable[[TrainingState], Any] | None
+
+
 def replay(
-    trainer: DPTrainer,
+    trainer: DPTrainer | Callable[[Any], tuple[DPTrainer, Any, Callback]],
     params: PyTree,
     source: PyTree | Source,
     *,
     index: int = 0,
     neighbour: PyTree | Source | None = None,
     steps: int = 4,
-    callback: Callable[[TrainingState], Any] | None = None,
+    callback: Callback = None,
     sensitive_callback: Callable[[Any], None] | None = None,
     files: str | pathlib.Path | None = None,
 ) -> ReplayAudit:
@@ -92,7 +90,10 @@ def replay(
     the result have a privacy guarantee: keep what they print or write to yourself.
 
     Args:
-      trainer: the trainer of the run.
+      trainer: the trainer of the run. Or a function of `source`, and of a `neighbour`,
+        that prepares the run: it returns the trainer, the data to train on, and the
+        callback or None. Then whatever is computed from the data beforehand is under
+        audit too: statistics, a vocabulary, a callback that holds the data.
       params: the initial parameters.
       source: the data; see `DPTrainer.fit`. If it is an object that remembers what it
         was asked for, pass an `index` above 1: a run looks at examples 0 and 1 first.
@@ -115,16 +116,22 @@ def replay(
         of range.
       Exception: whatever both runs raise.
     """
-    _validate.instance(DPTrainer, "Use dpmp.DPTrainer(...).", trainer=trainer)
-    _validate.optional(functools.partial(_validate.function, "state"))(
-        callback=callback
+    prepare = _preparation(trainer, callback)
+    _validate.require(
+        prepare is not trainer or (neighbour is not None and callback is None),
+        "a function that prepares the run must have a neighbour to prepare it for, and "
+        "return the callback. Pass neighbour=, and leave callback out.",
+        neighbour=neighbour,
+        callback=callback,
     )
     _validate.require(
         not isinstance(params, TrainingState),
         "params must be the initial parameters. Pass what trainer.init is given.",
         type="TrainingState",
     )
-    mechanism = trainer.mechanism
+    # In this order, a source that remembers has not seen the example in the first run.
+    other = _prepared(prepare, source if neighbour is None else neighbour)
+    mechanism = other[0].mechanism
     steps = _validate.integer_in(
         range(2, 2**30),
         "steps must be an integer of at least 2. In step 2, the example takes no part.",
@@ -158,9 +165,10 @@ def replay(
         files=str(folder),
     )
 
-    def run(data: Any, tape: _Tape) -> _Tape:
+    def run(trainer: DPTrainer, data: Any, callback: Callback, tape: Tape) -> Tape:
+        tape.add("the mechanism", repr(trainer.mechanism))
         audited = DPTrainer(
-            mechanism=_taped(mechanism, tape),
+            mechanism=_taped(trainer.mechanism, tape),
             loss_fn=tape.counting(trainer.loss_fn),
             optimizer=trainer.optimizer,
             policy=trainer.policy,
@@ -189,10 +197,8 @@ def replay(
             tape.add("a file", _taken(folder))
         return tape
 
-    # In this order, a source that remembers has not seen the example in the first run.
-    other = source if neighbour is None else neighbour
-    first = run(other, _Tape(index, is_in=neighbour is not None))
-    second = run(source, _Tape(index, is_in=True, first=first))
+    first = run(*other, Tape(index, is_in=neighbour is not None))
+    second = run(*_prepared(prepare, source), Tape(index, is_in=True, first=first))
     differs = first.differences(second)
     if first.error is not None and "the error" not in differs:
         raise first.error
@@ -204,6 +210,31 @@ def replay(
     if any(changes[1::2]):
         differs.insert(0, "the sum of a step without the example")
     return ReplayAudit(max(changes) / allowed, tuple(differs), name_of(mechanism))
+
+
+def _preparation(trainer: Any, callback: Callback) -> Callable[..., Any]:
+    """The function that prepares a run on the data that it is given."""
+    if isinstance(trainer, DPTrainer):
+        return lambda data: (trainer, data, callback)
+    _validate.require(
+        callable(trainer),
+        "trainer must be a DPTrainer, or a function that prepares the run from its "
+        "data. Use dpmp.DPTrainer(...).",
+        type=type(trainer).__name__,
+    )
+    return trainer
+
+
+def _prepared(prepare: Callable[..., Any], data: Any) -> tuple[DPTrainer, Any, Any]:
+    run = prepare(data)
+    _validate.require(
+        isinstance(run, tuple) and len(run) == 3 and isinstance(run[0], DPTrainer),
+        "the function that prepares the run must return the trainer, the data and the "
+        "callback. Return (trainer, data, None) without a callback.",
+        type=type(run).__name__,
+    )
+    _validate.optional(functools.partial(_validate.function, "state"))(callback=run[2])
+    return run
 
 
 def _may_be_neighbour(source: Any, neighbour: Any, index: int) -> bool:
@@ -228,89 +259,6 @@ def _may_be_neighbour(source: Any, neighbour: Any, index: int) -> bool:
     return differing == {index}
 
 
-class _Tape:
-    """Records a run, and plays the noisy gradients of the first one to the second."""
-
-    def __init__(self, index: int, *, is_in: bool, first: "_Tape | None" = None):
-        self.index, self.is_in, self._first = index, is_in, first
-        self.sums: list[np.ndarray] = []  # of each step in one vector, sensitive
-        self.error: Exception | None = None
-        self._noisy: list[list[np.ndarray]] = []
-        self._seen: dict[str, list[Any]] = collections.defaultdict(list)
-        self._num_traces = 0
-
-    def add(self, name: str, value: PyTree) -> None:
-        """Records something that a run shows."""
-        leaves, structure = jax.tree.flatten(jax.tree.map(_without_keys, value))
-        arrays = [np.asarray(x) for x in leaves]
-        shown = [repr(x) if x.dtype == object else x.tobytes() for x in arrays]
-        types = [(x.shape, x.dtype) for x in arrays]
-        self._seen[name].append((str(structure), types, shown))
-
-    def counting(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Counts how often a loss is traced, which compilations show."""
-
-        @functools.wraps(loss_fn)
-        def counted(*args: Any) -> Any:
-            self._num_traces += 1
-            return loss_fn(*args)
-
-        return counted
-
-    def draw(self, indices: np.ndarray, step: int, size: int) -> np.ndarray:
-        """Puts the example, or padding, into a batch of every second step."""
-        others = indices[indices != self.index]
-        if step % 2:
-            return others
-        own = [self.index if self.is_in else -1]
-        return np.concatenate([own, others[: size - 1]])
-
-    def exchange(
-        self, sums: list[Any], noisy: list[Any], units: list[float]
-    ) -> list[np.ndarray]:
-        """Records a step, and returns the noisy gradients with which it goes on."""
-        flat = [
-            unit * np.asarray(x, np.float64).ravel()
-            for unit, x in zip(units, sums, strict=True)
-        ]
-        self.sums.append(np.concatenate(flat))
-        if self._first is not None and len(self.sums) <= len(self._first._noisy):
-            return self._first._noisy[len(self.sums) - 1]
-        self._noisy.append([np.array(x) for x in noisy])
-        return self._noisy[-1]
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Records what the block prints, logs, warns of and raises."""
-        output, logger, handler = io.StringIO(), logging.getLogger(), _Handler()
-        logger.addHandler(handler)
-        with (
-            contextlib.redirect_stdout(output),
-            contextlib.redirect_stderr(output),
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("always")
-            try:
-                yield
-                jax.effects_barrier()
-            except Exception as error:
-                if isinstance(error, _validate.RefusedError) and not self.sums:
-                    raise  # nothing was trained on
-                self.error = error
-                self.add("the error", f"{type(error).__name__}: {error}")
-            finally:
-                logger.removeHandler(handler)
-        self.add("the text it prints", output.getvalue())
-        self.add("the log", handler.messages)
-        self.add("a warning", [str(x.message) for x in caught])
-        self.add("the number of compilations", self._num_traces)
-
-    def differences(self, other: "_Tape") -> list[str]:
-        """What the other run shows in another way."""
-        names = dict.fromkeys([*self._seen, *other._seen])
-        return [x for x in names if self._seen.get(x) != other._seen.get(x)]
-
-
 def _taken(folder: pathlib.Path) -> dict[str, str]:
     """The hashes of all files by their paths in a folder, which is emptied."""
     found = {
@@ -323,23 +271,7 @@ def _taken(folder: pathlib.Path) -> dict[str, str]:
     return found
 
 
-def _without_keys(x: Any) -> Any:
-    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if is_key else x
-
-
-class _Handler(logging.Handler):
-    """Keeps the messages of all loggers."""
-
-    def __init__(self):
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def _taped(mechanism: DPSGD, tape: _Tape) -> DPSGD:
+def _taped(mechanism: DPSGD, tape: Tape) -> DPSGD:
     """The mechanism, whose noisy gradients come from a tape, and whose batches do."""
 
     class Taped(DPSGD):
