@@ -231,7 +231,7 @@ class Policy:
             paths = [_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
             _rules.check_found(self.products, paths)
             rules = [_rules.rule_for(self.products, path) for path in (*paths, "")]
-            without_products = {*rules[:-1]} - {None}
+            without_products = {rule for rule in rules[:-1] if rule is not None}
 
             def choose(number: int | None) -> rounded_products.Choice | None:
                 place = len(paths) if number is None else number

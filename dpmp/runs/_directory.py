@@ -254,6 +254,12 @@ def ledger_of(directory: pathlib.Path) -> Ledger:
     return ledger
 
 
+def has_files_of(directory: pathlib.Path, record: Record) -> bool | None:
+    """Whether a checkpoint has the files that were released; None if it is gone."""
+    checkpoint = directory / _CHECKPOINTS / str(record.segment.stop)
+    return digest_of_tree(checkpoint) == record.digest if checkpoint.is_dir() else None
+
+
 def _nonce_of(checkpoint: pathlib.Path) -> str | None:
     try:
         return json.loads((checkpoint / _FACTS).read_text())["nonce"]

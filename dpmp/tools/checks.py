@@ -88,7 +88,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     """What a file has results of, and how many passed; ValueError for other files."""
     try:
         content = json.loads(path.read_text())
-        passed = [bool(x["passed"]) for x in content["results"]]
+        passed = [bool(x["passed"]) for x in content["results"] if _can_fail(x)]
         names = dict.fromkeys(filter(None, map(_name_of, content["results"])))
         where = str(content["device"])
         mechanisms = {str(x.get("mechanism", "")) for x in content["results"]} - {""}
@@ -109,6 +109,12 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     }
 
 
+def _can_fail(result: Mapping[str, Any]) -> bool:
+    """Whether an audit with so few canaries can contradict so large a claim."""
+    claimed, largest = (result.get(x) for x in ("claimed", "largest_epsilon"))
+    return largest is None or (isinstance(claimed, float) and claimed <= largest)
+
+
 def _name_of(result: Mapping[str, Any]) -> str:
     """What was checked; of an audit with a lower bound on epsilon, the bound too."""
     name, bound = str(result.get("subject", "")), result.get("epsilon")
@@ -116,4 +122,6 @@ def _name_of(result: Mapping[str, Any]) -> str:
         name += f": epsilon at least {bound:.3f}"
     if isinstance(claimed := result.get("claimed"), float):
         name += f", claimed {claimed:.3f}"
+    if not _can_fail(result):
+        name += f", and so few canaries show {result['largest_epsilon']:.3f} at most"
     return name

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpmp import _validate
-from dpmp.runs import Ledger, Spent
+from dpmp.runs import Ledger, Spent, has_files_of
 from dpmp.tools import checks
 from dpmp.tools.ledger import read_ledgers, summary_of, total_of
 from dpmp.tools.report_pages import (
@@ -90,6 +90,7 @@ def report_of(
 ) -> dict[str, Any]:
     """Everything that the documents show, for JSON."""
     # The names alone: the report goes to others.
+    paths = {pathlib.Path(x).name: pathlib.Path(x) for x in directories}
     ledgers = {pathlib.Path(x).name: y for x, y in read_ledgers(directories).items()}
     _validate.require(
         len(ledgers) == len(directories),
@@ -109,7 +110,7 @@ def report_of(
             {"false_positive_rate": x, "true_positive_rate_at_most": success(curve, x)}
             for x in _FALSE_POSITIVE_RATES
         ],
-        "checkpoints": {path: _digest(ledger) for path, ledger in ledgers.items()},
+        "checkpoints": {x: _checkpoint(paths[x], y) for x, y in ledgers.items()},
         "assumed": ASSUMED,
         "not_covered": NOT_COVERED,
         "checks": [_of_these_runs(checks.read(x), total) for x in files],
@@ -132,6 +133,12 @@ def _remarks(report: dict[str, Any]) -> list[str]:
     """What an approver must see first."""
     failed = [x["file"] for x in report["checks"] if x["passed"] < x["number"]]
     found = [f"A CHECK FAILED, see {x}: the claim may be false." for x in failed]
+    found += [
+        f"ANOTHER CHECKPOINT: the files after step {x['step']} in {path} are not those "
+        "that the ledger released."
+        for path, x in report["checkpoints"].items()
+        if x and x["files_have_it"] is False
+    ]
     sizes = [x for x in report["num_examples"].values() if x is not None]
     if sizes and report["delta"] >= 1 / min(sizes):
         found.append(
@@ -156,9 +163,14 @@ def _num_examples(ledger: Ledger) -> int | None:
     return min((x.num_examples for x in costs), default=None)
 
 
-def _digest(ledger: Ledger) -> dict[str, Any] | None:
-    """The newest checkpoint: its step and the hash of its files (BLAKE2b)."""
+def _checkpoint(directory: pathlib.Path, ledger: Ledger) -> dict[str, Any] | None:
+    """The newest checkpoint: its step, the hash of its files, and if they have it."""
     released = [x for x in ledger.records if x.event == "released" and x.digest]
     if not released:
         return None
-    return {"step": released[-1].segment.stop, "blake2b": released[-1].digest}
+    newest = released[-1]
+    return {
+        "step": newest.segment.stop,
+        "blake2b": newest.digest,
+        "files_have_it": has_files_of(directory, newest),
+    }

@@ -67,6 +67,11 @@ _SHOWN = (
     "nothing but noisy gradients. A check that holds found no mistake, and proves no "
     "claim."
 )
+_WHETHER_FILES = {
+    True: ", which its files have",
+    False: ", WHICH ITS FILES DO NOT HAVE",
+    None: ", whose files were not there to compare",
+}
 _WHOSE = {
     True: ", with the mechanism of these runs",
     False: ", WITH ANOTHER MECHANISM than that of these runs",
@@ -78,12 +83,13 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """The questions of NIST SP 800-226, section by section, and their answers."""
     steps = map(describe_steps, report["directories"])
     hashes = [
-        f"{path}, step {x['step']}: {x['blake2b']}"
+        f"{path}, step {x['step']}: {x['blake2b']}{_WHETHER_FILES[x['files_have_it']]}"
         for path, x in report["checkpoints"].items()
         if x
     ]
     checked = [
-        f"{x['file']} ({x['device']}): {x['passed']} of {x['number']} hold"
+        f"{x['file']} ({x['device']}): "
+        + (f"{x['passed']} of {x['number']} hold" if x["number"] else "none can fail")
         + (f" ({', '.join(x['names'])})" if x["names"] else "")
         + _WHOSE[x["of_these_runs"]]
         for x in report["checks"]

@@ -12,6 +12,7 @@ from ledgers import MECHANISM, charged
 
 import dpmp
 from dpmp.__main__ import main
+from dpmp.runs._files import digest_of_tree
 from dpmp.runs._ledger import Ledger
 from dpmp.tools.report import report_of
 from dpmp.tools.report_pages import as_html, success
@@ -121,6 +122,41 @@ def test_checks_are_counted(directory, files):
     assert "(canaries: epsilon at least 2.800, claimed 4.000)" in page
 
 
+def test_an_audit_that_cannot_fail_is_not_counted(directory, files):
+    losses, is_in = np.arange(64.0), np.arange(64) % 2 == 0
+    found = dpmp.audit.memorization(losses, is_in, delta=1e-5, claimed=8.0)
+    path = directory / "memory.json"
+    dpmp.audit.save(path, memorization=found)
+    content, page, *_ = files("--checks", str(path))
+    assert json.loads(content)["checks"][0]["number"] == 0
+    assert "none can fail (memorization: epsilon at least" in page
+    assert f"so few canaries show {found.largest_epsilon:.3f} at most" in page
+
+
+@pytest.mark.parametrize("changed", [None, False, True])
+def test_the_files_of_a_checkpoint_are_compared_with_its_hash(
+    directory, files, changed
+):
+    checkpoint = directory / "checkpoints" / "4"
+    if changed is not None:
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "array").write_bytes(b"12")
+        record = dataclasses.replace(
+            charged(0, 4),
+            event="released",
+            nonce="m",
+            digest=digest_of_tree(checkpoint),
+        )
+        Ledger(directory).append(record)
+    if changed:
+        (checkpoint / "array").write_bytes(b"13")
+    content, page, _, remarks = files()
+    found = json.loads(content)["checkpoints"][directory.name]["files_have_it"]
+    assert found is (None if changed is None else not changed)
+    assert ("WHICH ITS FILES DO NOT HAVE" in page) == bool(changed)
+    assert ("ANOTHER CHECKPOINT: the files after step 4" in remarks) == bool(changed)
+
+
 @pytest.mark.parametrize("is_same", [True, False])
 def test_a_check_says_whether_it_attacked_the_mechanism_of_the_runs(
     is_same, directory, files
@@ -176,7 +212,8 @@ def test_a_report_that_cannot_be_written_is_refused(directory, capsys):
 def test_audits_reach_the_report(directory, files):
     rng = np.random.default_rng(0)
     is_in = rng.random(64) < 0.5
-    found = dpmp.audit.memorization(rng.normal(size=64), is_in, delta=1e-6)
+    losses = rng.normal(size=64)
+    found = dpmp.audit.memorization(losses, is_in, delta=1e-6, claimed=1.0)
     path = directory / "audit.json"
     dpmp.audit.save(path, memorization=found)
     assert json.loads(files("--checks", str(path))[0])["checks"][0]["passed"] == 1
