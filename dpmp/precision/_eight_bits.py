@@ -28,6 +28,7 @@ import optax
 
 from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
+from dpmp._warnings import warn
 from dpmp.programs import formats
 
 _BLOCK, _LARGEST = 128, 127
@@ -78,7 +79,7 @@ def in_8_bits(
 
     Raises:
       ValueError: if `optimizer` is not a transformation of optax, or (by `init`) keeps
-        no such average.
+        no `mu`, `nu` or `trace` of any size.
 
     References:
       [Dettmers et al.: 8-bit optimizers via block-wise
@@ -102,6 +103,11 @@ def in_8_bits(
             "optax.adam or momentum.",
             fields=sorted({x for x in names if x}),
         )
+        if not any(map(_is_narrow, jax.tree.leaves(state, is_leaf=_is_narrow))):
+            warn(
+                f"in_8_bits changes nothing: no average has {_FEWEST_ENTRIES} entries "
+                "or more. Use the optimizer without it."
+            )
         return EightBitState(state, step)
 
     def update(

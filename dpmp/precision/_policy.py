@@ -177,8 +177,16 @@ class Policy:
           params: parameters in the dtypes of `cast_to_param`; the result has them too.
           updates: the updates of an optimizer that received `cast_to_update(params)`.
           prng_key: a key for this update alone. `stochastic_rounding` without a key
-            raises ValueError.
+            raises ValueError, and so do parameters in a narrower dtype.
         """
+        widths = [x.dtype.itemsize for x in jax.tree.leaves(params) if _is_float(x)]
+        _validate.require(
+            min(widths, default=8) >= self.param_dtype.itemsize,
+            f"params must be the stored ones, in {self.param_dtype.name}: small "
+            "updates do not change narrower ones. Pass those of cast_to_param, and "
+            "give the copy of cast_to_compute to the loss alone.",
+            widths=sorted(set(widths)),
+        )
         if not self.stochastic_rounding:
             return optax.apply_updates(params, updates)
         if prng_key is None:
@@ -313,5 +321,8 @@ def _patterns(float32_paths: Any) -> tuple[str, ...]:
 
 
 def _cast(x: Any, dtype: Any) -> jax.Array:
-    is_float = jnp.issubdtype(jnp.result_type(x), jnp.floating)
-    return jnp.asarray(x, dtype) if is_float else jnp.asarray(x)
+    return jnp.asarray(x, dtype) if _is_float(x) else jnp.asarray(x)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)

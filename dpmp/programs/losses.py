@@ -199,6 +199,12 @@ def check_program(
             "See docs/recipes.md."
         )
     dtype = np.dtype(compute_dtype)
+    if dtype.itemsize == 2 and (rounded := _rounded_parameters(jaxpr, params)):
+        warn(
+            "loss_fn rounds parameters to 16 bits that float32_paths keeps in float32: "
+            f"{', '.join(rounded)}. Their layer has a dtype of its own. Give it "
+            "dtype=jnp.float32, or leave the paths out."
+        )
     if dtype.itemsize == 2 and any(
         _is_cast_to_integers(x, columns) for x in jaxpr.eqns
     ):
@@ -208,7 +214,7 @@ def check_program(
             f"to {dtype.name}, in which most whole numbers above {last} do not exist: "
             "tokens or labels would be others. Make it a column of integers."
         )
-    if dtype.itemsize == 2 and all_products_are_wider(eqns):
+    if dtype.itemsize == 2 and (narrow := are_narrow(eqns)) and not any(narrow):
         warn(
             f"loss_fn computes no product in {dtype.name}, though the policy says so. "
             "Either it casts the parameters or inputs back to a wider dtype, as models "
@@ -263,6 +269,28 @@ def _may_be_state(aval: Any) -> bool:
     return aval.ndim > 0 and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
+def _rounded_parameters(jaxpr: Any, params: Sequence[str]) -> list[str]:
+    """The parameters of more than 16 bits that are read in 16 bits alone."""
+    of_uses = {x: [] for x in jaxpr.invars[: len(params)]}
+    for eqn in jaxpr.eqns:
+        is_cast = eqn.primitive.name == primitives.CAST
+        for x in eqn.invars:
+            if not interpreter.is_literal(x) and x in of_uses:
+                of_uses[x].append(eqn.outvars[0].aval.dtype if is_cast else None)
+    return [
+        path
+        for path, (x, uses) in zip(params, of_uses.items(), strict=True)
+        if jnp.issubdtype(x.aval.dtype, jnp.floating)
+        and x.aval.dtype.itemsize > 2
+        and uses
+        and all(to is not None and _is_16_bit_float(to) for to in uses)
+    ]
+
+
+def _is_16_bit_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
+
+
 def _is_cast_to_integers(eqn: Any, columns: Sequence[Any]) -> bool:
     return (
         eqn.primitive.name == primitives.CAST
@@ -272,15 +300,14 @@ def _is_cast_to_integers(eqn: Any, columns: Sequence[Any]) -> bool:
     )
 
 
-def all_products_are_wider(eqns: Sequence[Any]) -> bool:
-    """Whether there are products of floats, and all have an operand above 16 bits."""
+def are_narrow(eqns: Sequence[Any]) -> list[bool]:
+    """Of each product of floats, whether its operands have at most 16 bits."""
     products = [
         x.invars[:2] for x in eqns if x.primitive.name in primitives.ALL_PRODUCTS
     ]
     dtypes = [[x.aval.dtype for x in operands] for operands in products]
-    widths = [
-        max(x.itemsize for x in some)
+    return [
+        max(x.itemsize for x in some) <= 2
         for some in dtypes
         if all(jnp.issubdtype(x, jnp.floating) for x in some)
     ]
-    return min(widths, default=0) > 2

@@ -5,6 +5,9 @@ import contextlib
 import jax
 import numpy as np
 
+from dpmp import _meshes
+from dpmp._typing import PyTree
+from dpmp.programs import bodies, interpreter, losses
 from dpmp.sources import Load
 from dpmp.training._state import TrainingState
 from dpmp.training._step import Step
@@ -13,6 +16,7 @@ from dpmp.training._step import Step
 def first_line(step: Step, state: TrainingState, load: Load) -> str:
     """Returns the line, which depends on the mechanism and on shapes."""
     mechanism, size = step.mechanism, "as many examples as fit"
+    computed_in = step.policy.compute_dtype.name
     # If the loss or the dataset fails, the first step raises a better error.
     with contextlib.suppress(Exception):
         rows, padded = load(np.zeros(0, np.int64)), mechanism.padded_batch_size
@@ -20,10 +24,31 @@ def first_line(step: Step, state: TrainingState, load: Load) -> str:
             lambda x: jax.ShapeDtypeStruct((padded, *x.shape[1:]), x.dtype), rows
         )
         size = f"up to {step.microbatch_size(state, batch)} of {padded} padded rows"
+        computed_in += _share_of_products(step, state, batch)
     why = " (the fastest with a proof)" if mechanism.has_default_method else ""
     num_trained = sum(x.size for x in jax.tree.leaves(state.params))
     return (
         f'method="{mechanism.method}"{why}, arithmetic="{mechanism.arithmetic}", '
-        f"{size} at a time, loss in {step.policy.compute_dtype.name}, "
+        f"{size} at a time, loss in {computed_in}, "
         f"{num_trained:,} entries are trained"
     )
+
+
+def _share_of_products(step: Step, state: TrainingState, batch: PyTree) -> str:
+    """How many products of the loss a policy of 16 bits has, if it has not all."""
+    if step.policy.compute_dtype.itemsize > 2:
+        return ""
+    one = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), batch
+    )
+    keys = (jax.random.key(0),) if step.uses_prng_key else ()
+    args = jax.eval_shape(
+        lambda params, batch: (
+            step.policy.cast_to_compute(params),
+            step.policy.cast_inputs(batch),
+        ),
+        *_meshes.shapes((state.params, one)),
+    )
+    jaxpr, _ = interpreter.trace(step.loss_fn, *args, *keys)
+    narrow = losses.are_narrow(bodies.equations(jaxpr.jaxpr))
+    return "" if all(narrow) else f" ({sum(narrow)} of {len(narrow)} products)"

@@ -113,6 +113,11 @@ def test_small_arrays_and_other_parts_of_a_state_stay_as_they_are():
     assert state[1].ema["large"].dtype == jnp.float32
 
 
+def test_a_model_of_small_arrays_is_told_that_nothing_changes():
+    with pytest.warns(UserWarning, match="changes nothing: no average has 4096 entri"):
+        dpmp.in_8_bits(optax.adam(1e-3)).init({"w": jnp.zeros(4095)})
+
+
 def test_an_explicit_mesh_divides_it():
     mesh = jax.make_mesh((2,), ("m",), axis_types=(jax.sharding.AxisType.Explicit,))
     for spec in (jax.P("m"), jax.P(None, "m")):

@@ -126,3 +126,11 @@ def test_products_of_a_loss_and_of_its_gradient_have_the_precision_asked_for():
     # Nothing is left behind.
     assert _precisions(jax.grad(loss), w) == _precisions(loss, w)
     assert Policy.from_name("mixed_bfloat16").in_product_precision(loss) is loss
+
+
+def test_updates_are_for_stored_parameters_and_not_for_their_copy():
+    policy = Policy.from_name("mixed_bfloat16")
+    params, updates = {"w": jnp.ones(3)}, {"w": jnp.full(3, 1e-4)}
+    assert policy.apply_updates(params, updates)["w"][0] > 1
+    with pytest.raises(ValueError, match="must be the stored ones, in float32"):
+        policy.apply_updates(policy.cast_to_compute(params), updates)

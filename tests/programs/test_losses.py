@@ -14,10 +14,11 @@ from dpmp.programs.losses import calls_host, check_program
 from dpmp.programs.transformations import hoist_constants
 
 
-def check(loss_fn, *, policy="float32", uses_prng_key=False):
+def check(loss_fn, *, policy="float32", uses_prng_key=False, float32_paths=()):
     """Checks the program of a loss as `DPTrainer` does."""
-    dtype = dpmp.Policy.from_name(policy).compute_dtype
-    arrays = {"w": jnp.ones(3, dtype)}, jnp.ones((1, 3), dtype)
+    chosen = dpmp.Policy.from_name(policy, float32_paths=float32_paths)
+    dtype = chosen.compute_dtype
+    arrays = chosen.cast_to_compute({"w": jnp.ones(3)}), jnp.ones((1, 3), dtype)
     key = (jax.random.key(0),) if uses_prng_key else ()
     checked = functools.partial(
         check_program,
@@ -130,6 +131,19 @@ def test_mistakes_that_cause_no_error_are_found_and_nothing_else_is(name):
         expected = pytest.warns(UserWarning, match=said)
     with expected:
         check(loss_fn, policy=policy, uses_prng_key=name == "the key of the example")
+
+
+def test_a_parameter_in_float32_that_the_loss_rounds_is_told():
+    def kept(params, x):
+        return jnp.sum(x.astype(jnp.float32) @ params["w"]) + jnp.float32(x @ x.T)[0, 0]
+
+    def rounded(params, x):
+        return jnp.sum(x @ params["w"].astype(x.dtype))
+
+    options = {"policy": "mixed_bfloat16", "float32_paths": ("w",)}
+    check(kept, **options)
+    with pytest.warns(UserWarning, match=r"float32_paths keeps in float32: \['w'\]"):
+        check(rounded, **options)
 
 
 SHAPE = jax.ShapeDtypeStruct((), jnp.float32)

@@ -377,3 +377,63 @@ def test_the_command_audits_every_way(monkeypatch, capsys):
     monkeypatch.setattr("dpmp.tools.audit._command.WAYS", {"Poisson sampling": {}})
     with sabotage.FAULTS["no noise"].fault():
         assert __main__.main(["audit", "--epsilon", "8", "--canaries", "4096"]) == 1
+
+
+GRAD_FN = dpmp.clipped_grad(loss, l2_clip_norm=0.1, arithmetic="exact")
+ROWS = {name: x[:8] for name, x in data(1e3).items()}  # one example is huge
+
+
+def _sum(batch, mask, grad_fn=GRAD_FN):
+    params = {"w": jnp.ones(40), "b": jnp.zeros(())}
+    return grad_fn(params, batch, is_padding_example=mask)
+
+
+def _centred(batch, mask):
+    return _sum({**batch, "x": batch["x"] - batch["x"].mean(0)}, mask)
+
+
+def _centred_without_padding(batch, mask):
+    mean = batch["x"].mean(0, where=~mask[:, None])
+    return _sum({**batch, "x": batch["x"] - mean}, mask)
+
+
+def _clipped_mean(batch, mask):
+    params = {"w": jnp.ones(40), "b": jnp.zeros(())}
+    kept = {name: x[~mask] for name, x in batch.items()}
+    grads = jax.grad(loss)(params, kept)
+    norm = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda x: 8 * 0.1 * x / norm, grads)
+
+
+def _in_float32(batch, mask):
+    return _sum(batch, mask, dpmp.clipped_grad(loss, l2_clip_norm=0.1))
+
+
+@pytest.mark.parametrize(
+    ("sum_of_batch", "is_large", "reads_padding"),
+    [
+        (_sum, False, False),
+        (_in_float32, False, False),
+        (lambda batch, mask: _sum(batch, ~mask), False, True),
+        (lambda batch, mask: _sum(batch, np.zeros(8, bool)), True, True),
+        (_centred, True, True),
+        (_centred_without_padding, True, False),
+        (_clipped_mean, True, False),
+        (lambda batch, mask: {"w": np.full(3, np.nan)}, True, False),
+    ],
+)
+def test_sums_of_a_loop_are_compared(sum_of_batch, is_large, reads_padding):
+    found = audit.sums(sum_of_batch, ROWS, sensitivity=GRAD_FN.sensitivity())
+    assert (found.largest_change > 1) == is_large
+    assert found.reads_padding == reads_padding
+    assert found.passed == (not is_large and not reads_padding)
+    assert ("FALSE" in str(found)) == (not found.passed)
+    assert found.passed or found.largest_change > 0.9
+
+
+def test_sums_need_a_few_examples():
+    for wrong in ({}, np.ones(2), {"x": np.ones(4), "y": np.ones(3)}, 1.0):
+        with pytest.raises(ValueError, match="must have at least three examples"):
+            audit.sums(_sum, wrong, sensitivity=1.0)
+    with pytest.raises(ValueError, match=r"function of \(batch, is_padding_example\)"):
+        audit.sums(lambda batch: batch, ROWS, sensitivity=1.0)

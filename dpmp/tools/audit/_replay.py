@@ -30,11 +30,9 @@ from dpmp.mechanism import DPSGD
 from dpmp.numerics import is_grid
 from dpmp.sources import Source, loader_of
 from dpmp.tools.audit._attacker import name_of
+from dpmp.tools.audit._sums import ROUNDING
 from dpmp.tools.audit._tape import Tape
 from dpmp.training import DPTrainer, TrainingState
-
-# For the norm of a change, which is computed in float64.
-_ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +52,13 @@ class ReplayAudit:
     @property
     def passed(self) -> bool:
         """Whether the run reveals no more than the mechanism allows."""
-        return self.largest_change <= 1 + _ROUNDING and not self.differs
+        return self.largest_change <= 1 + ROUNDING and not self.differs
 
     def __str__(self) -> str:
         verdict = "Nothing else differs." if not self.differs else "These differ too:"
         if not self.largest_change:
             verdict += " Choose an example with a gradient, which tells more."
-        change = "FALSE" if self.largest_change > 1 + _ROUNDING else "as claimed"
+        change = "FALSE" if self.largest_change > 1 + ROUNDING else "as claimed"
         head = _plain_text.paragraph(
             f"One example changes the sum of clipped gradients by at most "
             f"{self.largest_change:.4f} of the sensitivity ({change}). {verdict}"

@@ -107,8 +107,8 @@ class Trials:
         one = jax.tree.map(lambda x: x[:1], self._batch)
         args = jax.eval_shape(lambda: cast((self._params[0], *one), policy))
         jaxpr, _ = interpreter.trace(self._fun, *args)
-        narrow = policy.compute_dtype.itemsize == 2
-        return not (narrow and losses.all_products_are_wider(equations(jaxpr.jaxpr)))
+        narrow = losses.are_narrow(equations(jaxpr.jaxpr))
+        return policy.compute_dtype.itemsize > 2 or not narrow or any(narrow)
 
     def time_ratio(self, policy: Policy) -> float:
         """The time of a sum under a policy over that in float32."""
