@@ -13,8 +13,8 @@ import optax
 from dpmp import _validate
 from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
+from dpmp.engines import Signature
 from dpmp.mechanism import DPSGD
-from dpmp.planning._memory_estimate import batch_size_of
 from dpmp.precision import Policy
 from dpmp.training import DPTrainer
 
@@ -87,7 +87,6 @@ def compiled_memory(
     Raises:
       ValueError: as `clipped_grad`, and where the compiler reports nothing.
     """
-    policy = Policy.parse(policy)
     batch = as_device_dtypes(batch)
     size = batch_size_of(params, batch, microbatch_size)
     num_parameters = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(params))
@@ -165,3 +164,20 @@ def largest_microbatch(
         if size % 2:
             return None
         size //= 2
+
+
+def batch_size_of(params: PyTree, batch: PyTree, microbatch_size: int | None) -> int:
+    """The number of examples in a batch, which microbatches must divide."""
+    signature = Signature.parse(argnums=0, batch_argnums=1)
+    batch_size = signature.batch_size((params, batch))
+    if microbatch_size is not None:
+        microbatch_size = _validate.positive_integer(
+            microbatch_size=microbatch_size, fix="Leave it out for the whole batch."
+        )
+        _validate.require(
+            batch_size % microbatch_size == 0,
+            "microbatch_size must divide the batch size",
+            microbatch_size=microbatch_size,
+            fix="Pad the batch, or use a divisor.",
+        )
+    return batch_size

@@ -3,7 +3,6 @@
 import json
 import math
 import pathlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 
 _FEWEST_PARAMETERS = 1_000_000
-_ADAPTED = ("query", "key_value", "out")  # the matrices of attention
+ADAPTED = "layers/(query|key_value|out)"  # the matrices that LoRA adapts, by name
 
 # Where config.json has the sizes: under the name of Llama, or under that of GPT-2.
 _KEYS = {
@@ -83,7 +82,10 @@ class Decoder:
         try:
             config = json.loads(path.read_text())
             config = config.get("text_config", config)
-            found = {name: _first_of(config, keys) for name, keys in _KEYS.items()}
+            found = {
+                name: config[next((x for x in names if x in config), names[0])]
+                for name, names in _KEYS.items()
+            }
         except (OSError, ValueError, KeyError, AttributeError) as error:
             _validate.fail(
                 "the configuration must be the config.json of a decoder. Pass the file "
@@ -142,16 +144,6 @@ class Decoder:
         """The number of entries of all parameters."""
         return num_entries(self.shapes(jnp.float32))
 
-    @property
-    def num_in_layers(self) -> int:
-        """The number of entries of the parameters in layers."""
-        return num_entries(self.shapes(jnp.float32)["layers"])
-
-    @property
-    def adapted(self) -> str:
-        """The names of the matrices that LoRA adapts, as a regular expression."""
-        return f"layers/({'|'.join(_ADAPTED)})"
-
     def num_adapted(self, rank: int) -> int:
         """The number of entries of adapters of the matrices of attention."""
         queries = self.heads * self.head_width
@@ -180,13 +172,6 @@ class Decoder:
 def num_entries(tree: PyTree) -> int:
     """The number of entries of all arrays."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
-
-
-def _first_of(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    given = [config[key] for key in keys if key in config]
-    if not given:
-        raise KeyError(keys[0])
-    return given[0]
 
 
 def _layer(x: jax.Array, p: PyTree) -> jax.Array:

@@ -10,8 +10,8 @@ import optax
 
 from dpmp import lora
 from dpmp.clipping import clipped_grad
-from dpmp.planning._decoder import Decoder
-from dpmp.planning._memory_estimate import MemoryEstimate, MemoryLine, estimate_memory
+from dpmp.planning._decoder import ADAPTED, Decoder, num_entries
+from dpmp.planning.memory import MemoryEstimate, MemoryLine, estimate_memory
 from dpmp.precision import Policy
 
 # The number of examples with which activations are compiled.
@@ -138,7 +138,7 @@ def _policy(method: Method) -> Policy:
 
 def _of_frozen(decoder: Decoder, bits: float) -> list[MemoryLine]:
     """The frozen arrays, and copies of the largest part that is used at once."""
-    layer = decoder.num_in_layers // decoder.layers
+    layer = num_entries(decoder.shapes(jnp.float32)["layers"]) // decoder.layers
     part = max(layer, decoder.vocabulary * decoder.width)
     copies = 2 if bits < 8 else 1  # unpacked, and then scaled
     base, text = round(bits / 8 * decoder.num_parameters), "a layer or the embedding"
@@ -180,7 +180,7 @@ def _temporaries(
 
     def adapters(params: Any, tokens: Any) -> lora.Adapters:
         args = {"fun": loss_fn, "example_args": (tokens,)}
-        return lora.init(jax.random.key(0), params, rank or 1, decoder.adapted, **args)
+        return lora.init(jax.random.key(0), params, rank or 1, ADAPTED, **args)
 
     def summed(trained: Any, params: Any, tokens: Any) -> Any:
         return clipped_grad(
