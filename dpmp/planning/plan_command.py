@@ -24,29 +24,16 @@ from dpmp.planning._plans import (
     plan_to_start_from,
 )
 
-_RANK = 8
+_RANK, _LENGTH = 8, 512
 # The options with positive integers.
-_COUNTS: dict[str, tuple[int | None, str]] = {
-    "--steps": (None, "the number of steps, if it is fixed"),
-    "--batch-size": (None, "the expected batch size, if it is fixed"),
-    "--parameters": (None, "the number of parameters of a decoder"),
-    "--trainable": (None, "the number of entries of adapters"),
-    "--rank": (
-        None,
-        "plan adapters of attention of this rank alone (default: adapters of rank "
-        f"{_RANK} if the whole model does not fit)",
-    ),
-    "--length": (512, "the number of tokens in an example (default: 512)"),
-}
-_OTHERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "--num-processed --processed": (float, "the examples in all batches, for --epochs"),
-    "--config": (pathlib.Path, "the config.json of a Llama, Qwen, Gemma or GPT-2"),
-    "--memory": (float, "the gigabytes that jax takes of a device: 18 of 24, say"),
-    "--rate": (
-        lambda text: _rate(text),
-        "40examples, 5000tokens or 2e14flops a second",
-    ),
-    "--output": (pathlib.Path, "a file for a picture of the noise"),
+_COUNTS = {
+    "--steps": "the number of steps, if it is fixed",
+    "--batch-size": "the expected batch size, if it is fixed",
+    "--parameters": "the number of parameters of a decoder",
+    "--trainable": "the number of entries of adapters",
+    "--rank": "plan adapters of attention of this rank alone (default: adapters of "
+    f"rank {_RANK} if the whole model does not fit)",
+    "--length": f"the number of tokens in an example (default: {_LENGTH})",
 }
 
 
@@ -62,12 +49,20 @@ def add_plan_command(commands: Any) -> None:
         epilog=f"python -m dpmp plan {required} {model}",
     )
     noise_commands.add_options(parser, required.split(), takes_run=False)
+    add = functools.partial(parser.add_argument, metavar="X")
     text = "how often each example is used on average (default: 10)"
-    parser.add_argument("--epochs", type=float, default=10, metavar="X", help=text)
-    for name, (default, text) in _COUNTS.items():
-        parser.add_argument(name, type=_count, default=default, metavar="N", help=text)
-    for names, (kind, text) in _OTHERS.items():
-        parser.add_argument(*names.split(), type=kind, metavar="X", help=text)
+    add("--epochs", type=float, default=10, help=text)
+    for name, text in _COUNTS.items():
+        parser.add_argument(name, type=_count, metavar="N", help=text)
+    text = "the examples in all batches, for --epochs"
+    add("--num-processed", "--processed", type=float, help=text)
+    text = "the config.json of a Llama, Qwen, Gemma or GPT-2"
+    add("--config", type=pathlib.Path, help=text)
+    text = "the gigabytes that jax takes of a device: 18 of 24, say"
+    add("--memory", type=float, help=text)
+    text = "40examples, 5000tokens or 2e14flops a second"
+    add("--rate", type=_rate, help=text)
+    add("--output", type=pathlib.Path, help="a file for a picture of the noise")
     parser.set_defaults(command=_run)
 
 
@@ -105,7 +100,7 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     given = {"memory": args.memory, "rank": args.rank}
     if args.rate and args.rate[1] != "examples":  # of which hours follow at once
         given["rate"] = "{:g}{}".format(*args.rate)
-    given["length"] = args.length if args.length != _COUNTS["--length"][0] else None
+    given["length"] = args.length
     unused = {name: x for name, x in given.items() if x is not None}
     _validate.require(
         model is not None or not unused,
@@ -200,7 +195,8 @@ def _model(args: argparse.Namespace) -> Model | None:
         return None
     per_rank = decoder.num_adapted(1)
     rank = args.rank or max(1, round((args.trainable or _RANK * per_rank) / per_rank))
-    return Model(decoder, args.length, rank, args.trainable or rank * per_rank)
+    entries = args.trainable or rank * per_rank
+    return Model(decoder, args.length or _LENGTH, rank, entries)
 
 
 def _report_of_model(
