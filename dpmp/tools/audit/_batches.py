@@ -116,12 +116,12 @@ def _indices_of_runs(mechanism: DPSGD, runs: int) -> list[list[np.ndarray]]:
         optimizer=optax.sgd(0.0),
         policy="float32",
     )
-    options: dict[str, Any] = {"progress": False, "prefetch": 0}
-    sources = [_Source(mechanism.num_examples) for _ in range(runs)]
-    for source in sources:
-        start = trainer.init(jnp.zeros(()))
-        trainer.fit(start, source, callback=source.keep, **options)
-    return [source.batches for source in sources]
+    found = []
+    for _ in range(runs):
+        source, start = _Source(mechanism.num_examples), trainer.init(jnp.zeros(()))
+        trainer.fit(start, source, callback=source.keep, progress=False, prefetch=0)
+        found.append(source.batches)
+    return found
 
 
 def _impossible(mechanism: DPSGD, run: list[np.ndarray]) -> Iterator[str]:
