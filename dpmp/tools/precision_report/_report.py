@@ -112,7 +112,10 @@ def precision_report(
         if isinstance(error, _validate.RefusedError) or not _is_traceable(fun, args):
             raise
         # The loss is valid without the policy, so the report must show the error.
-        return PrecisionReport(fun_name, name, (_clash(error, policy),))
+        place, dtype = source_lines.error_line(error), policy.compute_dtype.name
+        message = str(error) or type(error).__name__
+        clash = Finding("clash", message, dtype, "{}:{}".format(*place))
+        return PrecisionReport(fun_name, name, (clash,))
     comparison = None
     leaves = jax.tree.leaves(args)
     if differentiate and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
@@ -152,12 +155,6 @@ def _is_traceable(fun: Callable[..., Any], args: Sequence[PyTree]) -> bool:
         jax.eval_shape(fun, *args)
         return True
     return False
-
-
-def _clash(error: Exception, policy: Policy) -> Finding:
-    file, line = source_lines.error_line(error)
-    dtype = policy.compute_dtype.name
-    return Finding("clash", str(error) or type(error).__name__, dtype, f"{file}:{line}")
 
 
 def _rounded_arguments(

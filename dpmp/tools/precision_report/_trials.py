@@ -159,11 +159,8 @@ class Trials:
         rounded = jax.tree.leaves(jax.jit(policy.cast_to_compute)(params))
 
         def effect(i: int) -> float:
-            changed = [
-                *leaves[:i],
-                rounded[i].astype(leaves[i].dtype),
-                *leaves[i + 1 :],
-            ]
+            changed = list(leaves)
+            changed[i] = rounded[i].astype(leaves[i].dtype)
             params = jax.tree.unflatten(treedef, changed)
             moved = self._run(self._reference, _FLOAT32)(params, *self._batch)
             return math.hypot(*map(_distance, moved, exact))
