@@ -231,7 +231,9 @@ def trained(
     trainer = DPTrainer(
         mechanism=mechanism,
         loss_fn=lambda params, x: jnp.sum(params[x["number"]] * x["weight"]),
-        optimizer=optax.GradientTransformation(optax.tree.zeros_like, _keep_gradient),
+        optimizer=optax.GradientTransformation(
+            lambda params: optax.tree_utils.tree_zeros_like(params), _keep_gradient
+        ),
         policy=policy,
     )
 
