@@ -14,7 +14,7 @@ from benchmarks.gpu.programs import Program, Session
 from dpmp import devices, noise_addition
 from dpmp.tools.selfcheck import command
 from dpmp.tools.selfcheck._modes import dpmp_subjects
-from dpmp.tools.selfcheck._results import Sizes
+from dpmp.tools.selfcheck._subjects import Sizes
 
 
 def run_selfcheck(session: Session) -> None:

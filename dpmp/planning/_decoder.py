@@ -27,31 +27,18 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Decoder:
-    """The sizes of a decoder.
-
-    Attributes:
-      layers: the number of layers.
-      width: the number of channels between the layers.
-      heads: the number of query heads.
-      vocabulary: the number of different tokens.
-      hidden: the number of channels inside the feed-forward part of a layer.
-      kv_heads: the number of key and value heads.
-      head_width: the number of channels of a head.
-      positions: the number of learnt positions; 0 for rotary ones.
-      is_gated: whether the feed-forward part has a third matrix, which gates the first.
-      is_tied: whether the embedding also computes the logits.
-    """
+    """The sizes of a decoder."""
 
     layers: int
-    width: int
-    heads: int
+    width: int  # the number of channels between the layers
+    heads: int  # the number of query heads
     vocabulary: int
-    hidden: int
-    kv_heads: int
+    hidden: int  # the number of channels inside the feed-forward part of a layer
+    kv_heads: int  # the number of key and value heads
     head_width: int
-    positions: int = 0
-    is_gated: bool = True
-    is_tied: bool = True
+    positions: int = 0  # the number of learnt positions; 0 for rotary ones
+    is_gated: bool = True  # a third feed-forward matrix gates the first
+    is_tied: bool = True  # the embedding also computes the logits
 
     @classmethod
     def of_size(cls, num_parameters: int) -> "Decoder":

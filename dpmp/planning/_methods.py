@@ -23,17 +23,12 @@ _MIXED = '"mixed_bfloat16"'
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to train a decoder.
+    """A way to train a decoder."""
 
-    Attributes:
-      name: its name in tables.
-      policy: the policy, as it is written in a program.
-      base_bits: the bits of a frozen entry, with the scales of its quantisation; None
-        if all parameters are trained.
-    """
-
-    name: str
-    policy: str
+    name: str  # in tables
+    policy: str  # as it is written in a program
+    # The bits of a frozen entry, with the scales of its quantisation; None if all
+    # parameters are trained.
     base_bits: float | None = None
 
     @property
@@ -53,21 +48,13 @@ METHODS = (
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder, what LoRA would train of it, and the shapes of its examples.
-
-    Attributes:
-      decoder: the decoder.
-      length: the number of tokens in an example.
-      rank: the rank of adapters.
-      num_in_adapters: the number of their entries.
-      remat: whether layers are computed again in the backward pass.
-    """
+    """A decoder, what LoRA would train of it, and the shapes of its examples."""
 
     decoder: Decoder
-    length: int
-    rank: int
-    num_in_adapters: int
-    remat: bool = False
+    length: int  # the number of tokens in an example
+    rank: int  # of adapters
+    num_in_adapters: int  # the number of their entries
+    remat: bool = False  # whether layers are computed again in the backward pass
 
     def num_trained(self, method: Method) -> int:
         """The number of entries that are trained, and receive noise."""

@@ -1,5 +1,6 @@
-"""The subjects of a self-check: sums, noise and keys, all behind callables."""
+"""The subjects of a self-check, sums, noise and keys, and the results about them."""
 
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ NOISE_MULTIPLIER = 1.0
 
 # The number of noisy sums that are drawn in one step.
 _STEP_SIZE = 2**18
+
+Number = Fraction | float
 
 # Arrays of (k, n) float64, one for each leaf. In exact arithmetic, the entries of a
 # leaf are the sums of its k rows.
@@ -88,6 +91,53 @@ class Subjects(NamedTuple):
     releases: tuple[Releases, ...] = ()
     keys: tuple[Keys, ...] = ()
     remarks: tuple[str, ...] = ()
+
+
+class Result(NamedTuple):
+    """A measured value and its limits, if there are any."""
+
+    measurement: str  # the name of the measured quantity
+    subject: str  # the library and the mode that were measured
+    is_claimed: bool  # whether dpmp promises that the value is within the limits
+    value: float  # rounded to float64
+    at_least: float | None
+    at_most: float | None
+    passed: bool  # whether the exact value is within the limits
+    worst_case: str  # the data on which the value was measured
+
+
+class Sizes(NamedTuple):
+    """The sizes of the measurements."""
+
+    num_entries: int = 20_000  # of a gradient with one leaf
+    num_leaves: int = 1000  # of a gradient with many
+    largest_batch: int = 4096  # for which sums are compared
+    num_training: int = 2**23  # noisy values of each sum that an attacker knows
+    num_test: int = 2**20  # noisy values of each sum that the attacker tells apart
+
+
+def compare(
+    measurement: str,
+    subject: Any,
+    value: Number,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    worst_case: str = "",
+    is_squared: bool = False,
+) -> Result:
+    """Compares a value, or the root of a square, to its limits, exactly.
+
+    NaN is within no limits.
+    """
+    value = value if isinstance(value, Fraction) else float(value)
+    power = 2 if is_squared else 1
+    is_large = at_least is None or value >= Fraction(at_least) ** power
+    is_small = at_most is None or value <= Fraction(at_most) ** power
+    value = math.sqrt(value) if is_squared else float(value)
+    claim = measurement, subject.name, subject.is_claimed
+    passed = is_large and is_small
+    return Result(*claim, value, at_least, at_most, passed, worst_case)
 
 
 def sum_fn(fn: Callable[..., Any]) -> SumFn:
