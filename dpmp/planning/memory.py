@@ -17,12 +17,7 @@ from dpmp import _plain_text, _validate
 from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.engines import check_method
-from dpmp.numerics import (
-    default_arithmetic,
-    default_method,
-    packing,
-    parse_arithmetic,
-)
+from dpmp.numerics import default_arithmetic, default_method, packing, parse_arithmetic
 from dpmp.planning._compiled_memory import (
     CompiledMemory,
     batch_size_of,

@@ -16,13 +16,7 @@ from dpmp import _validate
 from dpmp.runs import Ledger, Spent
 from dpmp.tools import checks
 from dpmp.tools.ledger import read_ledgers, summary_of, total_of
-from dpmp.tools.report_pages import (
-    ASSUMED,
-    NOT_COVERED,
-    as_html,
-    as_markdown,
-    success,
-)
+from dpmp.tools.report_pages import ASSUMED, NOT_COVERED, as_html, as_markdown, success
 
 # For the curve, and for the bounds on attacks.
 _DELTAS = [

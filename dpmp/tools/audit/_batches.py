@@ -71,9 +71,7 @@ def batches(mechanism: DPSGD, *, num_batches: int = 2000) -> BatchAudit:
     _validate.instance(DPSGD, "Use trainer.mechanism.", mechanism=mechanism)
     given = mechanism
     mechanism = dataclasses.replace(
-        mechanism,
-        l2_clip_norm=1.0,
-        noise_multiplier=mechanism.noise_multiplier or 1.0,
+        mechanism, l2_clip_norm=1.0, noise_multiplier=mechanism.noise_multiplier or 1.0
     )
     runs = math.ceil(num_batches / mechanism.iterations)
     drawn = _indices_of_runs(mechanism, runs)
