@@ -118,23 +118,19 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
             neighboring_relation=args.neighboring_relation,
         )
         yield _answers.about(model)
-    if args.steps and args.batch_size:
-        args.num_processed = args.steps * args.batch_size
     yield f"Comparing batch sizes for epsilon {args.epsilon:g} at delta {args.delta:g}:"
+    processed = args.num_processed or args.epochs * args.num_examples
+    if args.steps and args.batch_size:
+        processed = args.steps * args.batch_size
+    relation = dp_accounting.NeighboringRelation[args.neighboring_relation]
+    data = {"num_examples": args.num_examples, "neighboring_relation": relation}
+    target = {"epsilon": args.epsilon, "delta": args.delta}
     calibrate = functools.partial(
-        compare_batch_sizes,
-        num_examples=args.num_examples,
-        epsilon=args.epsilon,
-        delta=args.delta,
-        num_processed=args.num_processed or args.epochs * args.num_examples,
-        neighboring_relation=dp_accounting.NeighboringRelation[
-            args.neighboring_relation
-        ],
+        compare_batch_sizes, num_processed=processed, **data, **target
     )
     plans = calibrate()
     start = plan_to_start_from(plans)
-    if args.steps or args.batch_size:
-        processed = calibrate.keywords["num_processed"]
+    if is_fixed := bool(args.steps or args.batch_size):
         size = args.batch_size or processed / args.steps
         _validate.require(
             1 <= size <= args.num_examples,
@@ -148,16 +144,10 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
         (start,) = calibrate(sizes=[max(1, round(size))])
         plans = sorted({*plans, start}, key=lambda plan: plan.batch_size)
     result["plans"] = [_as_json(plan, start) for plan in plans]
-    is_fixed = bool(args.steps or args.batch_size)
     yield _answers.table_of_plans(plans, start, is_fixed=is_fixed)
-    run = DPSGD(
-        num_examples=args.num_examples,
-        expected_batch_size=start.batch_size,
-        iterations=start.iterations,
-        l2_clip_norm=1.0,
-        neighboring_relation=calibrate.keywords["neighboring_relation"],
-    )
-    choices = compare_noise(run, epsilon=args.epsilon, delta=args.delta)
+    size, steps = start.batch_size, start.iterations
+    run = DPSGD(expected_batch_size=size, iterations=steps, l2_clip_norm=1.0, **data)
+    choices = compare_noise(run, **target)
     result["noise"] = [
         {
             "name": x.name,
