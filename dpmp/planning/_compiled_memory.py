@@ -102,16 +102,10 @@ def compiled_memory(
         microbatch_size=microbatch_size,
         arithmetic=arithmetic,
     )
-    with warnings.catch_warnings(action="ignore"):  # about float16 and float8
-        trainer = DPTrainer(
-            mechanism=mechanism, loss_fn=loss_fn, optimizer=optimizer, policy=policy
-        )
-    padded_size = mechanism.padded_batch_size
-    padded = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((padded_size, *x.shape[1:]), x.dtype), batch
-    )
-    lowered = trainer.lower(jax.eval_shape(trainer.init, params), padded)
-    analysis = lowered.compile().memory_analysis()
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    options: Any = {"loss_fn": loss_fn, "optimizer": optimizer, "policy": policy}
+    compiled = compiled_step(mechanism, params, example, **options)
+    analysis = compiled.memory_analysis()
     if analysis is None:
         _validate.fail(
             "the compiler must report the memory of a program",
@@ -124,6 +118,20 @@ def compiled_memory(
         analysis.alias_size_in_bytes,
         analysis.temp_size_in_bytes,
     )
+
+
+def compiled_step(
+    mechanism: DPSGD, params: PyTree, example: PyTree, **options: Any
+) -> jax.stages.Compiled:
+    """A step of `DPTrainer` with these options, compiled for a full batch."""
+    with warnings.catch_warnings(action="ignore"):  # about float16 and float8
+        trainer = DPTrainer(mechanism=mechanism, **options)
+    size = mechanism.padded_batch_size
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((size, *jnp.shape(x)), jnp.result_type(x)),
+        example,
+    )
+    return trainer.lower(jax.eval_shape(trainer.init, params), batch).compile()
 
 
 def largest_microbatch(

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import statistics
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.engines import METHODS
 from dpmp.mechanism import DPSGD
+from dpmp.planning._compiled_memory import compiled_step
 from dpmp.training import DPTrainer
 
 
@@ -118,7 +118,9 @@ def tune(
         bool(mechanisms), "there must be a size to measure. Use (None, 8).", sizes=sizes
     )
     example = as_device_dtypes(example)
-    programs = [_compiled(trainer, x, params, example) for x in mechanisms]
+    names = "loss_fn", "optimizer", "policy", "uses_prng_key", "loss_scale"
+    options = {name: getattr(trainer, name) for name in names}
+    programs = [compiled_step(x, params, example, **options) for x in mechanisms]
     calls = {i: functools.partial(_run, x) for i, x in enumerate(programs)}
     seconds = _timing.in_turn(calls, rounds)
     candidates = []
@@ -138,27 +140,6 @@ def _mechanisms(mechanism: DPSGD, sizes: Sequence[int | None]) -> Iterator[DPSGD
                 yield dataclasses.replace(
                     mechanism, method=method, microbatch_size=size
                 )
-
-
-def _compiled(
-    trainer: DPTrainer, mechanism: DPSGD, params: PyTree, example: PyTree
-) -> jax.stages.Compiled:
-    """The program of a step with another mechanism, for a full batch."""
-    with warnings.catch_warnings(action="ignore"):  # the trainer has given them
-        trainer = DPTrainer(
-            mechanism=mechanism,
-            loss_fn=trainer.loss_fn,
-            optimizer=trainer.optimizer,
-            policy=trainer.policy,
-            uses_prng_key=trainer.uses_prng_key,
-            loss_scale=trainer.loss_scale,
-        )
-    size = mechanism.padded_batch_size
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((size, *jnp.shape(x)), jnp.result_type(x)),
-        example,
-    )
-    return trainer.lower(jax.eval_shape(trainer.init, params), batch).compile()
 
 
 def _run(program: jax.stages.Compiled) -> Any:

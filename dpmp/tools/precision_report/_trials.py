@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,20 +34,6 @@ _NUM_STEPS = 100  # of the training in float32, at most
 
 _Leaves = list[np.ndarray]  # of a sum of clipped gradients, in float64
 _FLOAT32 = Policy.from_name("float32")
-
-
-class Errors(NamedTuple):
-    """How a sum differs from that in float32; `Verdict` documents the numbers."""
-
-    kept: float
-    aside: float
-    error: float
-
-    @property
-    def are_harmless(self) -> bool:
-        """Whether steps hardly differ, or noise hides how they do."""
-        is_close = abs(self.kept - 1) <= _ALONG and self.aside <= _ASIDE
-        return is_close or self.error <= SHARE_OF_NOISE
 
 
 class Trials:
@@ -110,10 +96,10 @@ class Trials:
             params, opt_state = update(params, opt_state, total, key)
         return params
 
-    def of(self, policy: Policy) -> Errors:
-        """Compares a policy with float32, where that is worse for it."""
+    def of(self, policy: Policy) -> dict[str, Any]:
+        """Fields of a `Verdict`, from the worse of two comparisons with float32."""
         found = [self._at(place, policy) for place in (0, 1)]
-        return max(found, key=lambda errors: (not errors.are_harmless, errors.error))
+        return max(found, key=lambda x: (not x["is_safe"], x["error"]))
 
     def has_effect(self, policy: Policy) -> bool:
         """Whether a policy of 16 bits lets the loss multiply in them."""
@@ -127,7 +113,7 @@ class Trials:
         """The time of a sum under a policy over that in float32."""
         return self._seconds(self._fun, policy) / self._exact_seconds
 
-    def _at(self, place: int, policy: Policy) -> Errors:
+    def _at(self, place: int, policy: Policy) -> dict[str, Any]:
         """Compares a policy with float32 at one of the sets of parameters."""
         grad = _flat(self._sum(self._fun, policy, place))
         reference = _flat(self._exact[place])
@@ -138,7 +124,9 @@ class Trials:
         noise = self._mechanism.stddev * self._share
         noise *= math.sqrt(grad.size / self._mechanism.iterations)
         error = float(np.linalg.norm(grad - reference)) / noise
-        return Errors(kept, aside, error)
+        is_close = abs(kept - 1) <= _ALONG and aside <= _ASIDE
+        is_safe = is_close or error <= SHARE_OF_NOISE
+        return {"is_safe": is_safe, "kept": kept, "aside": aside, "error": error}
 
     def furthest(self, policy: Policy) -> list[str]:
         """Expressions for the paths of parameters, those that matter most first.

@@ -203,12 +203,10 @@ def _verdict(trials: Trials, given: str | Policy) -> Verdict:
     name += _WITH_AUTOCAST if trials.is_autocast else ""
 
     def of(policy: Policy) -> Verdict:
-        errors = trials.of(policy)
         return Verdict(
             policy=name,
-            is_safe=errors.are_harmless,
             float32_paths=policy.float32_paths,
-            **errors._asdict(),
+            **trials.of(policy),
             steps=trials.steps,
             time_ratio=trials.time_ratio(policy),
             has_effect=trials.has_effect(policy),
