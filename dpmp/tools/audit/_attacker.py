@@ -27,21 +27,19 @@ def name_of(mechanism: DPSGD) -> str:
 
 
 class Attacker:
-    """Knows the mechanism, and guesses from its noisy gradients alone.
-
-    `noise` is the noise multiplier of the gradient, `epoch` the steps of an epoch of
-    random allocation, or None, `strategy` has one band if the mechanism has none, and
-    `absent` is the contribution of an example that is not in the data: under
-    REPLACE_ONE, another example has its place.
-    """
+    """Knows the mechanism, and guesses from its noisy gradients alone."""
 
     def __init__(self, mechanism: DPSGD):
         metrics, self.iterations = mechanism.released_metrics, mechanism.iterations
         widened = 1 + metrics.noise_increase if metrics else 1.0
+        # The noise multiplier of the gradient.
         self.noise = widened * (mechanism.noise_multiplier or 0.0)
         self.sampling_prob = float(mechanism.sampling_prob or 0.0)
+        # The steps of an epoch of random allocation, or None.
         self.epoch = mechanism.steps_per_epoch
         self.strategy = mechanism.strategy or BandedToeplitz((1.0,), self.iterations)
+        # The contribution of an example that is not in the data: under REPLACE_ONE,
+        # another example has its place.
         is_replaced = mechanism.neighboring_relation is _REPLACE_ONE
         self.absent = -1.0 if is_replaced else 0.0
         # The standard deviation of independent noise, before it is correlated.
