@@ -184,7 +184,10 @@ def running_time(
 ) -> str:
     """The operations of a run, and its hours if a speed is known."""
     num_examples = plan.batch_size * plan.iterations
-    flops = model.num_operations(method, num_examples)
+    # Of the products in both passes, without norms and attention. There is no gradient
+    # of a frozen matrix.
+    share, size = 4 if method.is_lora else 6, model.decoder.num_parameters
+    flops = share * size * num_examples * model.length
     time = "For its time, pass --rate with the speed that `fit` shows."
     if rate is not None:
         done = {"examples": num_examples, "tokens": num_examples * model.length}

@@ -60,15 +60,6 @@ class Model:
         """The number of entries that are trained, and receive noise."""
         return self.num_in_adapters if method.is_lora else self.decoder.num_parameters
 
-    def num_operations(self, method: Method, num_examples: float) -> float:
-        """The operations of forward and backward passes, without norms and attention.
-
-        A product with a frozen matrix takes two thirds: it has no gradient of the
-        matrix.
-        """
-        share = 4 if method.is_lora else 6
-        return share * self.decoder.num_parameters * num_examples * self.length
-
     def memory(
         self, method: Method, batch_size: int, microbatch_size: int = 0
     ) -> MemoryEstimate:

@@ -92,7 +92,8 @@ def report_of(
         directories=[x.name for x in directories],
     )
     summary, total = summary_of(ledgers, delta), total_of(ledgers)
-    curve = _curve(total)
+    pairs = ((x, total.guarantee(delta=x).epsilon) for x in _DELTAS)
+    curve = [(d, e) for d, e in pairs if math.isfinite(e)]
     report = {
         **summary,
         "protected_unit": "one example",
@@ -134,12 +135,6 @@ def _remarks(report: dict[str, Any]) -> list[str]:
             "at most."
         )
     return found
-
-
-def _curve(total: Spent) -> list[tuple[float, float]]:
-    """Pairs of delta and epsilon; epsilon is 0 from some delta on."""
-    found = ((x, total.guarantee(delta=x).epsilon) for x in _DELTAS)
-    return [(d, e) for d, e in found if math.isfinite(e)]
 
 
 def _num_examples(ledger: Ledger) -> int | None:

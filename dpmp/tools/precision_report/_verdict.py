@@ -71,19 +71,16 @@ class Verdict:
             answer += ", because "
             answer += "noise hides the errors" if is_hidden else "steps hardly differ"
         text = f"Is {self.policy} safe for this private run? {answer}. "
+        steps = "The float32 gradient is so much smaller that only rounding is left."
         if abs(self.kept) <= _FARTHEST:
-            text += (
+            steps = (
                 f"Steps go {self.kept:.1%} as far in the direction of the float32 "
-                f"gradient, and {self.aside:.1%} aside. "
-            )
-        else:
-            text += (
-                "The float32 gradient is so much smaller that only rounding is left. "
+                f"gradient, and {self.aside:.1%} aside."
             )
         text += (
-            f"The errors of all steps are at most {self.error:.2g} times their noise. "
-            "That is the worse of two answers: at the given parameters, and after "
-            f"{self.steps} private steps in float32."
+            f"{steps} The errors of all steps are at most {self.error:.2g} times their "
+            "noise. That is the worse of two answers: at the given parameters, and "
+            f"after {self.steps} private steps in float32."
         )
         if not self.has_effect:
             text += (
