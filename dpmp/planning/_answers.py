@@ -135,22 +135,22 @@ def program(
     **more: int,
 ) -> str:
     """The lines of a program that make the mechanism, and what `method` trains."""
-    imports, fields = (
-        ["dpmp"],
-        {
-            "num_examples": args.num_examples,
-            "expected_batch_size": plan.batch_size,
-            "iterations": plan.iterations,
-            "l2_clip_norm": 1.0,
-            **more,
-        },
-    )
+    imports = ["dpmp"]
+    fields = {
+        "num_examples": args.num_examples,
+        "expected_batch_size": plan.batch_size,
+        "iterations": plan.iterations,
+        "l2_clip_norm": 1.0,
+        **more,
+    }
     if (relation := args.neighboring_relation) != DEFAULT_RELATION.name:
         imports.insert(0, "dp_accounting")
         fields["neighboring_relation"] = f"dp_accounting.NeighboringRelation.{relation}"
-    lines = ["", "mechanism = dpmp.DPSGD("]
-    lines += [f"    {name}={value}," for name, value in fields.items()]
-    lines.append(f").calibrate(epsilon={args.epsilon:g}, delta={args.delta:g})")
+    lines = [
+        "\nmechanism = dpmp.DPSGD(",
+        *(f"    {name}={value}," for name, value in fields.items()),
+        f").calibrate(epsilon={args.epsilon:g}, delta={args.delta:g})",
+    ]
     if method is not None:
         lines.append(f"policy = {method.policy}")
         if method.is_lora:

@@ -97,10 +97,9 @@ def _run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     """Yields paragraphs as soon as they are known, and puts figures into `result`."""
     model = _model(args)
-    given = {"memory": args.memory, "rank": args.rank}
+    given = {"memory": args.memory, "rank": args.rank, "length": args.length}
     if args.rate and args.rate[1] != "examples":  # of which hours follow at once
         given["rate"] = "{:g}{}".format(*args.rate)
-    given["length"] = args.length
     unused = {name: x for name, x in given.items() if x is not None}
     _validate.require(
         model is not None or not unused,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpmp import _validate
-from dpmp.runs import Ledger, Spent
+from dpmp.runs import Ledger
 from dpmp.tools import checks
 from dpmp.tools.ledger import read_ledgers, summary_of, total_of
 from dpmp.tools.report_pages import ASSUMED, NOT_COVERED, as_html, as_markdown, success
@@ -94,6 +94,7 @@ def report_of(
     summary, total = summary_of(ledgers, delta), total_of(ledgers)
     pairs = ((x, total.guarantee(delta=x).epsilon) for x in _DELTAS)
     curve = [(d, e) for d, e in pairs if math.isfinite(e)]
+    costs = {repr(x.cost) for x in total.segments}
     report = {
         **summary,
         "protected_unit": "one example",
@@ -107,20 +108,10 @@ def report_of(
         "checkpoints": {path: _digest(ledger) for path, ledger in ledgers.items()},
         "assumed": ASSUMED,
         "not_covered": NOT_COVERED,
-        "checks": [_of_these_runs(checks.read(x), total) for x in files],
+        "checks": [checks.read(x, costs) for x in files],
         "versions": checks.versions(),
     }
     return {"remarks": _remarks(report), **report}
-
-
-def _of_these_runs(check: dict[str, Any], total: Spent) -> dict[str, Any]:
-    """A file of checks, with whether they attacked the mechanism of the runs.
-
-    None for checks of the software alone, and for private sizes of data.
-    """
-    attacked = check.pop("mechanisms")
-    costs = {repr(x.cost) for x in total.segments}
-    return {**check, "of_these_runs": costs.issuperset(attacked) if attacked else None}
 
 
 def _remarks(report: dict[str, Any]) -> list[str]:

@@ -145,16 +145,12 @@ def sum_fn(fn: Callable[..., Any]) -> SumFn:
     compiled = jax.jit(lambda batch, mask: fn(batch, is_padding_example=mask))
 
     def summed(batch: list[np.ndarray], is_padding: np.ndarray) -> Rows:
-        total = compiled(batch, is_padding)
-        return [_rows(x) for x in jax.tree.leaves(total, is_leaf=is_grid)]
+        leaves = jax.tree.leaves(compiled(batch, is_padding), is_leaf=is_grid)
+        # Integers count units of their grid.
+        arrays = [np.asarray(x.counts if is_grid(x) else x) for x in leaves]
+        return [x.astype(np.float64).reshape(1, -1) for x in arrays]
 
     return summed
-
-
-def _rows(x: Any) -> np.ndarray:
-    """(k, n); integers count units of their grid."""
-    x = x.counts if is_grid(x) else x
-    return np.asarray(x).astype(np.float64).reshape(1, -1)
 
 
 def draw_fn(
