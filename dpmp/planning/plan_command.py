@@ -97,7 +97,8 @@ def _run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     """Yields paragraphs as soon as they are known, and puts figures into `result`."""
     model = _model(args)
-    given = {"memory": args.memory, "rank": args.rank, "length": args.length}
+    length = None if args.length == _LENGTH else args.length
+    given = {"memory": args.memory, "rank": args.rank, "length": length}
     if args.rate and args.rate[1] != "examples":  # of which hours follow at once
         given["rate"] = "{:g}{}".format(*args.rate)
     unused = {name: x for name, x in given.items() if x is not None}
