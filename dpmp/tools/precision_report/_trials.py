@@ -52,9 +52,6 @@ class Trials:
         self._mechanism, self._reference = mechanism, reference
         self.is_autocast = is_autocast(fun)
         self.steps = min(mechanism.iterations, _NUM_STEPS)
-        # The size of the batch over the expected one, for which `stddev` is.
-        number = len(jax.tree.leaves(self._batch)[0])
-        self._share = number / mechanism.expected_batch_size
         self._run = functools.cache(self._compiled)
         self._params = args[0], self._trained(args[0], optimizer)
         self._exact = [self._sum(reference, _FLOAT32, place) for place in (0, 1)]
@@ -79,7 +76,7 @@ class Trials:
             leaves, treedef = jax.tree.flatten(params)
             keys = jax.random.split(key, len(leaves))
             grads = [
-                x / self._share + stddev * jax.random.normal(k, x.shape, x.dtype)
+                x / self._share() + stddev * jax.random.normal(k, x.shape, x.dtype)
                 for x, k in zip(total, keys, strict=True)
             ]
             updates, opt_state = optimizer.update(
@@ -121,12 +118,17 @@ class Trials:
         # Over the longest sum in float32, because training ends with short ones.
         longest = max(self._lengths)
         aside = float(np.linalg.norm(grad - kept * reference)) / longest
-        noise = self._mechanism.stddev * self._share
+        noise = self._mechanism.stddev * self._share()
         noise *= math.sqrt(grad.size / self._mechanism.iterations)
         error = float(np.linalg.norm(grad - reference)) / noise
         is_close = abs(kept - 1) <= _ALONG and aside <= _ASIDE
         is_safe = is_close or error <= SHARE_OF_NOISE
         return {"is_safe": is_safe, "kept": kept, "aside": aside, "error": error}
+
+    def _share(self) -> float:
+        """The size of the batch over the expected one, for which `stddev` is."""
+        number = len(jax.tree.leaves(self._batch)[0])
+        return number / self._mechanism.expected_batch_size
 
     def furthest(self, policy: Policy) -> list[str]:
         """Expressions for the paths of parameters, those that matter most first.
