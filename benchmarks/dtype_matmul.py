@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 import jax
 
 from benchmarks import harness
-from dpmp.tools.devices import _products
+from dpmp.tools import devices
 
 
 class Product(NamedTuple):
@@ -50,7 +50,7 @@ PRODUCTS = {
     "attention scores": Product("bqhd,bkhd->bhqk", (_QUERIES, _QUERIES)),
     "attention values": Product("bhqk,bkhd->bqhd", (_WEIGHTS, _QUERIES)),
 }
-_FLOAT64 = _products.Kind("float64", "float64", "float64")
+_FLOAT64 = devices.Kind("float64", "float64", "float64")
 
 
 def benchmark(
@@ -59,9 +59,9 @@ def benchmark(
     """A line for each product: kinds that run are timed, the others' errors named."""
     chosen = PRODUCTS[product]
     operands = chosen.shapes, chosen.contraction
-    programs, errors = _products.compile_all(_products.KINDS, *operands)
+    programs, errors = devices.compile_all(devices.KINDS, *operands)
     with jax.enable_x64(True):
-        more = _products.compile_all([_FLOAT64], *operands)
+        more = devices.compile_all([_FLOAT64], *operands)
     measured = harness.in_turn(programs | more[0], rounds)
     yield {
         **chosen._asdict(),

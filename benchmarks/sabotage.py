@@ -30,7 +30,7 @@ from dpmp.precision import Policy
 from dpmp.tools import audit
 from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._noise import measure_noise
-from dpmp.tools.selfcheck._results import Sizes
+from dpmp.tools.selfcheck._subjects import Sizes
 from dpmp.training import _step
 
 _NUM_EXAMPLES, _STEPS = 2**15, 40

@@ -24,16 +24,18 @@ from benchmarks import harness
 from dpmp.tools import checks
 from dpmp.tools.selfcheck import command
 from dpmp.tools.selfcheck._modes import dpmp_subjects
-from dpmp.tools.selfcheck._results import Result, Sizes, compare
 from dpmp.tools.selfcheck._subjects import (
     NOISE_MULTIPLIER,
     BatchShape,
     Keys,
     Releases,
+    Result,
     Rows,
+    Sizes,
     Subjects,
     SumFn,
     Sums,
+    compare,
     draw_fn,
     sum_fn,
 )

@@ -35,7 +35,7 @@ LONG_DOCTESTS = {
     "dpmp.planning",
     "dpmp.planning._tune",
     "dpmp.tools.audit._canaries",
-    "dpmp.tools.devices._measure",
+    "dpmp.tools.devices",
 }
 
 

@@ -12,10 +12,9 @@ from benchmarks import harness
 from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program, Session
 from dpmp import devices, noise_addition
-from dpmp.tools.devices import _products
 from dpmp.tools.selfcheck import command
 from dpmp.tools.selfcheck._modes import dpmp_subjects
-from dpmp.tools.selfcheck._results import Sizes
+from dpmp.tools.selfcheck._subjects import Sizes
 
 
 def run_selfcheck(session: Session) -> None:
@@ -48,13 +47,13 @@ def run_products(session: Session) -> None:
                 kind, (jax.ShapeDtypeStruct((size, size), kind.dtype),) * 2
             )
             for size in sizes
-            for kind in _products.KINDS
+            for kind in devices.KINDS
         }
         programs.compile_all(session, made)
         return
     for size in sizes:
         shapes = ((size, size), (size, size))
-        calls, errors = _products.compile_all(_products.KINDS, shapes)
+        calls, errors = devices.compile_all(devices.KINDS, shapes)
         seconds = {k: programs.fastest_seconds(call) for k, call in calls.items()}
         rates = {k: 2 * size**3 / x for k, x in seconds.items()}
         session.record(

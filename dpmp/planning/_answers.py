@@ -1,14 +1,15 @@
 """The paragraphs, the tables and the picture that the command `plan` answers with."""
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from dpmp import _pictures, _plain_text
 from dpmp.accounting import DEFAULT_RELATION, digits_above
-from dpmp.planning._memory_estimate import MemoryEstimate
 from dpmp.planning._methods import Method, Model
 from dpmp.planning._plans import LARGEST_NOISE_NORM, NoiseChoice, Plan
+from dpmp.planning.memory import MemoryEstimate
 from dpmp.strategies import BandedInverse
 
 # A method, the microbatch that fits (or 0), and the memory of a step.
@@ -36,6 +37,11 @@ _THE_REST = (
     "rest of the program. Gradients have noise in num_parameters entries: change it, "
     "or leave it out, for a model of another size."
 )
+_ADAPTERS = """base = model.params  # {kind}
+targets = "attention/.*kernel"  # by their names in your model
+key = jax.random.key(0)
+adapters = dpmp.lora.init(key, base, rank={rank}, targets=targets)
+loss_fn = dpmp.lora.apply(loss_fn, base)"""
 
 
 def about(model: Model) -> str:
@@ -129,6 +135,7 @@ def program(
     **more: int,
 ) -> str:
     """The lines of a program that make the mechanism, and what `method` trains."""
+    imports = ["dpmp"]
     fields = {
         "num_examples": args.num_examples,
         "expected_batch_size": plan.batch_size,
@@ -137,31 +144,24 @@ def program(
         **more,
     }
     if (relation := args.neighboring_relation) != DEFAULT_RELATION.name:
+        imports.insert(0, "dp_accounting")
         fields["neighboring_relation"] = f"dp_accounting.NeighboringRelation.{relation}"
-    is_lora = method is not None and method.is_lora
-    imports = (
-        ["dpmp"] if relation == DEFAULT_RELATION.name else ["dp_accounting", "dpmp"]
-    )
-    imports += ["jax"] * is_lora
-    lines = [f"  import {name}" for name in sorted(imports)]
-    lines = ["Run this:\n", *lines, "", "  mechanism = dpmp.DPSGD("]
-    lines += [f"      {name}={value}," for name, value in fields.items()]
-    lines.append(f"  ).calibrate(epsilon={args.epsilon:g}, delta={args.delta:g})")
+    lines = [
+        "\nmechanism = dpmp.DPSGD(",
+        *(f"    {name}={value}," for name, value in fields.items()),
+        f").calibrate(epsilon={args.epsilon:g}, delta={args.delta:g})",
+    ]
     if method is not None:
-        lines.append(f"  policy = {method.policy}")
-        if is_lora:
-            kind = (
-                "in bfloat16" if method.base_bits == 16 else "quantised: docs/lora.md"
-            )
-            lines += [
-                f"  base = model.params  # {kind}",
-                '  targets = "attention/.*kernel"  # by their names in your model',
-                "  key = jax.random.key(0)",
-                f"  adapters = dpmp.lora.init(key, base, rank={rank}, targets=targets)",
-                "  loss_fn = dpmp.lora.apply(loss_fn, base)",
-            ]
-        lines.append(f"\n{_plain_text.paragraph(_THE_REST)}")
-    return "\n".join(lines)
+        lines.append(f"policy = {method.policy}")
+        if method.is_lora:
+            imports.append("jax")
+            is_quantised = method.base_bits != 16
+            kind = "quantised: docs/lora.md" if is_quantised else "in bfloat16"
+            lines.append(_ADAPTERS.format(kind=kind, rank=rank))
+    imported = [f"import {name}" for name in imports]
+    text = textwrap.indent("\n".join([*imported, *lines]), "  ")
+    rest = "" if method is None else f"\n\n{_plain_text.paragraph(_THE_REST)}"
+    return f"Run this:\n\n{text}{rest}"
 
 
 def hours(number: float, rate: float) -> str:
@@ -184,15 +184,18 @@ def running_time(
 ) -> str:
     """The operations of a run, and its hours if a speed is known."""
     num_examples = plan.batch_size * plan.iterations
-    flops = model.num_operations(method, num_examples)
-    text = f"The run processes {_short(num_examples)} examples, in {flops:.2g} products"
-    text += " and additions. "
-    if rate is None:
-        text += "For its time, pass --rate with the speed that `fit` shows."
-    else:
+    # Of the products in both passes, without norms and attention. There is no gradient
+    # of a frozen matrix.
+    share, size = 4 if method.is_lora else 6, model.decoder.num_parameters
+    flops = share * size * num_examples * model.length
+    time = "For its time, pass --rate with the speed that `fit` shows."
+    if rate is not None:
         done = {"examples": num_examples, "tokens": num_examples * model.length}
-        text += hours(done.get(rate[1], flops), rate[0])
-    return _plain_text.paragraph(text)
+        time = hours(done.get(rate[1], flops), rate[0])
+    return _plain_text.paragraph(
+        f"The run processes {_short(num_examples)} examples, in {flops:.2g} products "
+        f"and additions. {time}"
+    )
 
 
 def table_of_plans(plans: Sequence[Plan], start: Plan, *, is_fixed: bool) -> str:
@@ -200,8 +203,8 @@ def table_of_plans(plans: Sequence[Plan], start: Plan, *, is_fixed: bool) -> str
     mark = "<- as you asked" if is_fixed else "<- start here"
     header = ["batch size", "steps", "noise multiplier", "noise in the mean gradient"]
     table = [[*header, "signal over noise", ""]]
-    for plan in plans:
-        cells = [
+    table += [
+        [
             str(plan.batch_size),
             str(plan.iterations),
             digits_above(plan.noise_multiplier, 4),
@@ -209,7 +212,8 @@ def table_of_plans(plans: Sequence[Plan], start: Plan, *, is_fixed: bool) -> str
             f"{plan.signal_over_noise:.0f}",
             mark if plan == start else "",
         ]
-        table.append(cells)
+        for plan in plans
+    ]
     reason = _plain_text.paragraph(_UNITS if is_fixed else _UNITS + _REASON)
     return f"{_plain_text.table(table, '>>>>><')}\n\n{reason}"
 
@@ -230,8 +234,7 @@ def table_of_methods(model: Model, start: Plan, tried: Sequence[Tried]) -> str:
 def table_of_memory(memory: MemoryEstimate) -> str:
     """A row for each part of the memory of a step."""
     rows = [["", "GB", "size"]]
-    for line in memory.at_peak:
-        rows.append([line.name, f"{line.num_bytes / 1e9:.3f}", line.formula])
+    rows += [[x.name, f"{x.num_bytes / 1e9:.3f}", x.formula] for x in memory.at_peak]
     rows.append(["total", f"{memory.total / 1e9:.3f}", f"during {memory.moment}"])
     return _plain_text.table(rows, "<><", indent="  ")
 
@@ -244,12 +247,12 @@ def draw(plans: Sequence[Plan], start: Plan) -> Any:
         "noise_multiplier": "noise multiplier",
         "noise_in_mean": "noise in the mean gradient",
     }
+    label = f"batch of {start.batch_size}, {start.iterations} steps"
+    marked = {"s": 70, "color": "#d55e00", "zorder": 3, "label": label}
     panels = zip(figure.subplots(1, 2), names.items(), strict=True)
     for axes, (name, title) in panels:
         axes.loglog(sizes, [getattr(x, name) for x in plans], "o-", color="#0072b2")
-        label = f"batch of {start.batch_size}, {start.iterations} steps"
-        options = {"color": "#d55e00", "zorder": 3, "label": label}
-        axes.scatter([start.batch_size], [getattr(start, name)], s=70, **options)
+        axes.scatter([start.batch_size], [getattr(start, name)], **marked)
         axes.set(xlabel="expected batch size", title=title)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

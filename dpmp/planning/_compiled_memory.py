@@ -13,8 +13,8 @@ import optax
 from dpmp import _validate
 from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
+from dpmp.engines import Signature
 from dpmp.mechanism import DPSGD
-from dpmp.planning._memory_estimate import batch_size_of
 from dpmp.precision import Policy
 from dpmp.training import DPTrainer
 
@@ -87,7 +87,6 @@ def compiled_memory(
     Raises:
       ValueError: as `clipped_grad`, and where the compiler reports nothing.
     """
-    policy = Policy.parse(policy)
     batch = as_device_dtypes(batch)
     size = batch_size_of(params, batch, microbatch_size)
     num_parameters = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(params))
@@ -103,16 +102,10 @@ def compiled_memory(
         microbatch_size=microbatch_size,
         arithmetic=arithmetic,
     )
-    with warnings.catch_warnings(action="ignore"):  # about float16 and float8
-        trainer = DPTrainer(
-            mechanism=mechanism, loss_fn=loss_fn, optimizer=optimizer, policy=policy
-        )
-    padded_size = mechanism.padded_batch_size
-    padded = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((padded_size, *x.shape[1:]), x.dtype), batch
-    )
-    lowered = trainer.lower(jax.eval_shape(trainer.init, params), padded)
-    analysis = lowered.compile().memory_analysis()
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    options: Any = {"loss_fn": loss_fn, "optimizer": optimizer, "policy": policy}
+    compiled = compiled_step(mechanism, params, example, **options)
+    analysis = compiled.memory_analysis()
     if analysis is None:
         _validate.fail(
             "the compiler must report the memory of a program",
@@ -125,6 +118,20 @@ def compiled_memory(
         analysis.alias_size_in_bytes,
         analysis.temp_size_in_bytes,
     )
+
+
+def compiled_step(
+    mechanism: DPSGD, params: PyTree, example: PyTree, **options: Any
+) -> jax.stages.Compiled:
+    """A step of `DPTrainer` with these options, compiled for a full batch."""
+    with warnings.catch_warnings(action="ignore"):  # about float16 and float8
+        trainer = DPTrainer(mechanism=mechanism, **options)
+    size = mechanism.padded_batch_size
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((size, *jnp.shape(x)), jnp.result_type(x)),
+        example,
+    )
+    return trainer.lower(jax.eval_shape(trainer.init, params), batch).compile()
 
 
 def largest_microbatch(
@@ -165,3 +172,20 @@ def largest_microbatch(
         if size % 2:
             return None
         size //= 2
+
+
+def batch_size_of(params: PyTree, batch: PyTree, microbatch_size: int | None) -> int:
+    """The number of examples in a batch, which microbatches must divide."""
+    signature = Signature.parse(argnums=0, batch_argnums=1)
+    batch_size = signature.batch_size((params, batch))
+    if microbatch_size is not None:
+        microbatch_size = _validate.positive_integer(
+            microbatch_size=microbatch_size, fix="Leave it out for the whole batch."
+        )
+        _validate.require(
+            batch_size % microbatch_size == 0,
+            "microbatch_size must divide the batch size",
+            microbatch_size=microbatch_size,
+            fix="Pad the batch, or use a divisor.",
+        )
+    return batch_size

@@ -3,7 +3,6 @@
 import json
 import math
 import pathlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 
 _FEWEST_PARAMETERS = 1_000_000
-_ADAPTED = ("query", "key_value", "out")  # the matrices of attention
+ADAPTED = "layers/(query|key_value|out)"  # the matrices that LoRA adapts, by name
 
 # Where config.json has the sizes: under the name of Llama, or under that of GPT-2.
 _KEYS = {
@@ -28,31 +27,18 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Decoder:
-    """The sizes of a decoder.
-
-    Attributes:
-      layers: the number of layers.
-      width: the number of channels between the layers.
-      heads: the number of query heads.
-      vocabulary: the number of different tokens.
-      hidden: the number of channels inside the feed-forward part of a layer.
-      kv_heads: the number of key and value heads.
-      head_width: the number of channels of a head.
-      positions: the number of learnt positions; 0 for rotary ones.
-      is_gated: whether the feed-forward part has a third matrix, which gates the first.
-      is_tied: whether the embedding also computes the logits.
-    """
+    """The sizes of a decoder."""
 
     layers: int
-    width: int
-    heads: int
+    width: int  # the number of channels between the layers
+    heads: int  # the number of query heads
     vocabulary: int
-    hidden: int
-    kv_heads: int
+    hidden: int  # the number of channels inside the feed-forward part of a layer
+    kv_heads: int  # the number of key and value heads
     head_width: int
-    positions: int = 0
-    is_gated: bool = True
-    is_tied: bool = True
+    positions: int = 0  # the number of learnt positions; 0 for rotary ones
+    is_gated: bool = True  # a third feed-forward matrix gates the first
+    is_tied: bool = True  # the embedding also computes the logits
 
     @classmethod
     def of_size(cls, num_parameters: int) -> "Decoder":
@@ -83,7 +69,10 @@ class Decoder:
         try:
             config = json.loads(path.read_text())
             config = config.get("text_config", config)
-            found = {name: _first_of(config, keys) for name, keys in _KEYS.items()}
+            found = {
+                name: config[next((x for x in names if x in config), names[0])]
+                for name, names in _KEYS.items()
+            }
         except (OSError, ValueError, KeyError, AttributeError) as error:
             _validate.fail(
                 "the configuration must be the config.json of a decoder. Pass the file "
@@ -142,16 +131,6 @@ class Decoder:
         """The number of entries of all parameters."""
         return num_entries(self.shapes(jnp.float32))
 
-    @property
-    def num_in_layers(self) -> int:
-        """The number of entries of the parameters in layers."""
-        return num_entries(self.shapes(jnp.float32)["layers"])
-
-    @property
-    def adapted(self) -> str:
-        """The names of the matrices that LoRA adapts, as a regular expression."""
-        return f"layers/({'|'.join(_ADAPTED)})"
-
     def num_adapted(self, rank: int) -> int:
         """The number of entries of adapters of the matrices of attention."""
         queries = self.heads * self.head_width
@@ -180,13 +159,6 @@ class Decoder:
 def num_entries(tree: PyTree) -> int:
     """The number of entries of all arrays."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
-
-
-def _first_of(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    given = [config[key] for key in keys if key in config]
-    if not given:
-        raise KeyError(keys[0])
-    return given[0]
 
 
 def _layer(x: jax.Array, p: PyTree) -> jax.Array:

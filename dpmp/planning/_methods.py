@@ -10,8 +10,8 @@ import optax
 
 from dpmp import lora
 from dpmp.clipping import clipped_grad
-from dpmp.planning._decoder import Decoder
-from dpmp.planning._memory_estimate import MemoryEstimate, MemoryLine, estimate_memory
+from dpmp.planning._decoder import ADAPTED, Decoder, num_entries
+from dpmp.planning.memory import MemoryEstimate, MemoryLine, estimate_memory
 from dpmp.precision import Policy
 
 # The number of examples with which activations are compiled.
@@ -23,17 +23,12 @@ _MIXED = '"mixed_bfloat16"'
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to train a decoder.
+    """A way to train a decoder."""
 
-    Attributes:
-      name: its name in tables.
-      policy: the policy, as it is written in a program.
-      base_bits: the bits of a frozen entry, with the scales of its quantisation; None
-        if all parameters are trained.
-    """
-
-    name: str
-    policy: str
+    name: str  # in tables
+    policy: str  # as it is written in a program
+    # The bits of a frozen entry, with the scales of its quantisation; None if all
+    # parameters are trained.
     base_bits: float | None = None
 
     @property
@@ -53,34 +48,17 @@ METHODS = (
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder, what LoRA would train of it, and the shapes of its examples.
-
-    Attributes:
-      decoder: the decoder.
-      length: the number of tokens in an example.
-      rank: the rank of adapters.
-      num_in_adapters: the number of their entries.
-      remat: whether layers are computed again in the backward pass.
-    """
+    """A decoder, what LoRA would train of it, and the shapes of its examples."""
 
     decoder: Decoder
-    length: int
-    rank: int
-    num_in_adapters: int
-    remat: bool = False
+    length: int  # the number of tokens in an example
+    rank: int  # of adapters
+    num_in_adapters: int  # the number of their entries
+    remat: bool = False  # whether layers are computed again in the backward pass
 
     def num_trained(self, method: Method) -> int:
         """The number of entries that are trained, and receive noise."""
         return self.num_in_adapters if method.is_lora else self.decoder.num_parameters
-
-    def num_operations(self, method: Method, num_examples: float) -> float:
-        """The operations of forward and backward passes, without norms and attention.
-
-        A product with a frozen matrix takes two thirds: it has no gradient of the
-        matrix.
-        """
-        share = 4 if method.is_lora else 6
-        return share * self.decoder.num_parameters * num_examples * self.length
 
     def memory(
         self, method: Method, batch_size: int, microbatch_size: int = 0
@@ -138,7 +116,7 @@ def _policy(method: Method) -> Policy:
 
 def _of_frozen(decoder: Decoder, bits: float) -> list[MemoryLine]:
     """The frozen arrays, and copies of the largest part that is used at once."""
-    layer = decoder.num_in_layers // decoder.layers
+    layer = num_entries(decoder.shapes(jnp.float32)["layers"]) // decoder.layers
     part = max(layer, decoder.vocabulary * decoder.width)
     copies = 2 if bits < 8 else 1  # unpacked, and then scaled
     base, text = round(bits / 8 * decoder.num_parameters), "a layer or the embedding"
@@ -180,7 +158,7 @@ def _temporaries(
 
     def adapters(params: Any, tokens: Any) -> lora.Adapters:
         args = {"fun": loss_fn, "example_args": (tokens,)}
-        return lora.init(jax.random.key(0), params, rank or 1, decoder.adapted, **args)
+        return lora.init(jax.random.key(0), params, rank or 1, ADAPTED, **args)
 
     def summed(trained: Any, params: Any, tokens: Any) -> Any:
         return clipped_grad(

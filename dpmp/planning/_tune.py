@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import statistics
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.engines import METHODS
 from dpmp.mechanism import DPSGD
+from dpmp.planning._compiled_memory import compiled_step
 from dpmp.training import DPTrainer
 
 
@@ -57,15 +57,11 @@ class Tuning:
         rows = [["method", "arithmetic", "microbatch", "milliseconds", "temporary MB"]]
         for candidate in self.candidates:
             mechanism, memory = candidate.mechanism, candidate.temporary_bytes
-            rows.append(
-                [
-                    str(mechanism.method),
-                    str(mechanism.arithmetic),
-                    str(mechanism.microbatch_size or "by shapes"),
-                    f"{1e3 * candidate.seconds:.1f}",
-                    "unknown" if memory is None else f"{memory / 1e6:.1f}",
-                ]
-            )
+            size = str(mechanism.microbatch_size or "by shapes")
+            milliseconds = f"{1e3 * candidate.seconds:.1f}"
+            megabytes = "unknown" if memory is None else f"{memory / 1e6:.1f}"
+            names = [str(mechanism.method), str(mechanism.arithmetic)]
+            rows.append([*names, size, milliseconds, megabytes])
         return _plain_text.table(rows, "<<>>>")
 
 
@@ -122,12 +118,10 @@ def tune(
         bool(mechanisms), "there must be a size to measure. Use (None, 8).", sizes=sizes
     )
     example = as_device_dtypes(example)
-    lowered = [_lowered(trainer, x, params, example) for x in mechanisms]
-    programs = [x.compile() for x in lowered]
-    calls = {
-        i: functools.partial(_run, program, lowered[i].args_info)
-        for i, program in enumerate(programs)
-    }
+    names = "loss_fn", "optimizer", "policy", "uses_prng_key", "loss_scale"
+    options = {name: getattr(trainer, name) for name in names}
+    programs = [compiled_step(x, params, example, **options) for x in mechanisms]
+    calls = {i: functools.partial(_run, x) for i, x in enumerate(programs)}
     seconds = _timing.in_turn(calls, rounds)
     candidates = []
     for i, mechanism in enumerate(mechanisms):
@@ -148,28 +142,8 @@ def _mechanisms(mechanism: DPSGD, sizes: Sequence[int | None]) -> Iterator[DPSGD
                 )
 
 
-def _lowered(
-    trainer: DPTrainer, mechanism: DPSGD, params: PyTree, example: PyTree
-) -> jax.stages.Lowered:
-    """The program of a step with another mechanism, for a full batch."""
-    with warnings.catch_warnings(action="ignore"):  # the trainer has given them
-        trainer = DPTrainer(
-            mechanism=mechanism,
-            loss_fn=trainer.loss_fn,
-            optimizer=trainer.optimizer,
-            policy=trainer.policy,
-            uses_prng_key=trainer.uses_prng_key,
-            loss_scale=trainer.loss_scale,
-        )
-    size = mechanism.padded_batch_size
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((size, *jnp.shape(x)), jnp.result_type(x)),
-        example,
-    )
-    return trainer.lower(jax.eval_shape(trainer.init, params), batch)
-
-
-def _run(program: jax.stages.Compiled, args_info: Any) -> Any:
+def _run(program: jax.stages.Compiled) -> Any:
     """Runs a step on zeros; its first argument is donated, so all are made anew."""
-    args, kwargs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args_info)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), program.args_info)
+    args, kwargs = zeros
     return program(*args, **kwargs)

@@ -82,17 +82,15 @@ def add_options(
     parser: argparse.ArgumentParser, required: Sequence[str], *, takes_run: bool = True
 ) -> None:
     """Adds the options of the example, which are required, and optional ones."""
+    add = parser.add_argument
     for flags, (kind, text) in _REQUIRED.items():
         if flags.split()[-1] in required:
-            parser.add_argument(
-                *flags.split(), type=kind, required=True, help=text, metavar="X"
-            )
+            add(*flags.split(), type=kind, required=True, help=text, metavar="X")
+    optional: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": "X"}
     for flags, (kind, text) in _OPTIONAL.items() if takes_run else ():
-        parser.add_argument(
-            *flags.split(), type=kind, default=argparse.SUPPRESS, help=text, metavar="X"
-        )
+        add(*flags.split(), type=kind, help=text, **optional)
     meanings = "; ".join(f"{x}: {meaning}" for x, meaning in _RELATIONS.items())
-    parser.add_argument(
+    add(
         "--neighboring-relation",
         "--neighbors",
         choices=_RELATIONS,
@@ -100,9 +98,7 @@ def add_options(
         metavar="NAME",
         help=f"how neighbouring datasets differ. {meanings} (default: %(default)s)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead of text"
-    )
+    add("--json", action="store_true", help="print JSON instead of text")
 
 
 def _run(

@@ -24,29 +24,16 @@ from dpmp.planning._plans import (
     plan_to_start_from,
 )
 
-_RANK = 8
+_RANK, _LENGTH = 8, 512
 # The options with positive integers.
-_COUNTS: dict[str, tuple[int | None, str]] = {
-    "--steps": (None, "the number of steps, if it is fixed"),
-    "--batch-size": (None, "the expected batch size, if it is fixed"),
-    "--parameters": (None, "the number of parameters of a decoder"),
-    "--trainable": (None, "the number of entries of adapters"),
-    "--rank": (
-        None,
-        "plan adapters of attention of this rank alone (default: adapters of rank "
-        f"{_RANK} if the whole model does not fit)",
-    ),
-    "--length": (512, "the number of tokens in an example (default: 512)"),
-}
-_OTHERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "--num-processed --processed": (float, "the examples in all batches, for --epochs"),
-    "--config": (pathlib.Path, "the config.json of a Llama, Qwen, Gemma or GPT-2"),
-    "--memory": (float, "the gigabytes that jax takes of a device: 18 of 24, say"),
-    "--rate": (
-        lambda text: _rate(text),
-        "40examples, 5000tokens or 2e14flops a second",
-    ),
-    "--output": (pathlib.Path, "a file for a picture of the noise"),
+_COUNTS = {
+    "--steps": "the number of steps, if it is fixed",
+    "--batch-size": "the expected batch size, if it is fixed",
+    "--parameters": "the number of parameters of a decoder",
+    "--trainable": "the number of entries of adapters",
+    "--rank": "plan adapters of attention of this rank alone (default: adapters of "
+    f"rank {_RANK} if the whole model does not fit)",
+    "--length": f"the number of tokens in an example (default: {_LENGTH})",
 }
 
 
@@ -62,12 +49,20 @@ def add_plan_command(commands: Any) -> None:
         epilog=f"python -m dpmp plan {required} {model}",
     )
     noise_commands.add_options(parser, required.split(), takes_run=False)
+    add = functools.partial(parser.add_argument, metavar="X")
     text = "how often each example is used on average (default: 10)"
-    parser.add_argument("--epochs", type=float, default=10, metavar="X", help=text)
-    for name, (default, text) in _COUNTS.items():
-        parser.add_argument(name, type=_count, default=default, metavar="N", help=text)
-    for names, (kind, text) in _OTHERS.items():
-        parser.add_argument(*names.split(), type=kind, metavar="X", help=text)
+    add("--epochs", type=float, default=10, help=text)
+    for name, text in _COUNTS.items():
+        parser.add_argument(name, type=_count, metavar="N", help=text)
+    text = "the examples in all batches, for --epochs"
+    add("--num-processed", "--processed", type=float, help=text)
+    text = "the config.json of a Llama, Qwen, Gemma or GPT-2"
+    add("--config", type=pathlib.Path, help=text)
+    text = "the gigabytes that jax takes of a device: 18 of 24, say"
+    add("--memory", type=float, help=text)
+    text = "40examples, 5000tokens or 2e14flops a second"
+    add("--rate", type=_rate, help=text)
+    add("--output", type=pathlib.Path, help="a file for a picture of the noise")
     parser.set_defaults(command=_run)
 
 
@@ -102,10 +97,10 @@ def _run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     """Yields paragraphs as soon as they are known, and puts figures into `result`."""
     model = _model(args)
-    given = {"memory": args.memory, "rank": args.rank}
+    length = None if args.length == _LENGTH else args.length
+    given = {"memory": args.memory, "rank": args.rank, "length": length}
     if args.rate and args.rate[1] != "examples":  # of which hours follow at once
         given["rate"] = "{:g}{}".format(*args.rate)
-    given["length"] = args.length if args.length != _COUNTS["--length"][0] else None
     unused = {name: x for name, x in given.items() if x is not None}
     _validate.require(
         model is not None or not unused,
@@ -123,23 +118,19 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
             neighboring_relation=args.neighboring_relation,
         )
         yield _answers.about(model)
-    if args.steps and args.batch_size:
-        args.num_processed = args.steps * args.batch_size
     yield f"Comparing batch sizes for epsilon {args.epsilon:g} at delta {args.delta:g}:"
+    processed = args.num_processed or args.epochs * args.num_examples
+    if args.steps and args.batch_size:
+        processed = args.steps * args.batch_size
+    relation = dp_accounting.NeighboringRelation[args.neighboring_relation]
+    data = {"num_examples": args.num_examples, "neighboring_relation": relation}
+    target = {"epsilon": args.epsilon, "delta": args.delta}
     calibrate = functools.partial(
-        compare_batch_sizes,
-        num_examples=args.num_examples,
-        epsilon=args.epsilon,
-        delta=args.delta,
-        num_processed=args.num_processed or args.epochs * args.num_examples,
-        neighboring_relation=dp_accounting.NeighboringRelation[
-            args.neighboring_relation
-        ],
+        compare_batch_sizes, num_processed=processed, **data, **target
     )
     plans = calibrate()
     start = plan_to_start_from(plans)
-    if args.steps or args.batch_size:
-        processed = calibrate.keywords["num_processed"]
+    if is_fixed := bool(args.steps or args.batch_size):
         size = args.batch_size or processed / args.steps
         _validate.require(
             1 <= size <= args.num_examples,
@@ -153,16 +144,10 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
         (start,) = calibrate(sizes=[max(1, round(size))])
         plans = sorted({*plans, start}, key=lambda plan: plan.batch_size)
     result["plans"] = [_as_json(plan, start) for plan in plans]
-    is_fixed = bool(args.steps or args.batch_size)
     yield _answers.table_of_plans(plans, start, is_fixed=is_fixed)
-    run = DPSGD(
-        num_examples=args.num_examples,
-        expected_batch_size=start.batch_size,
-        iterations=start.iterations,
-        l2_clip_norm=1.0,
-        neighboring_relation=calibrate.keywords["neighboring_relation"],
-    )
-    choices = compare_noise(run, epsilon=args.epsilon, delta=args.delta)
+    size, steps = start.batch_size, start.iterations
+    run = DPSGD(expected_batch_size=size, iterations=steps, l2_clip_norm=1.0, **data)
+    choices = compare_noise(run, **target)
     result["noise"] = [
         {
             "name": x.name,
@@ -200,7 +185,8 @@ def _model(args: argparse.Namespace) -> Model | None:
         return None
     per_rank = decoder.num_adapted(1)
     rank = args.rank or max(1, round((args.trainable or _RANK * per_rank) / per_rank))
-    return Model(decoder, args.length, rank, args.trainable or rank * per_rank)
+    entries = args.trainable or rank * per_rank
+    return Model(decoder, args.length or _LENGTH, rank, entries)
 
 
 def _report_of_model(

@@ -7,7 +7,7 @@ import json
 import math
 import pathlib
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import jax
@@ -84,8 +84,12 @@ def as_json(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read(path: pathlib.Path) -> dict[str, Any]:
-    """What a file has results of, and how many passed; ValueError for other files."""
+def read(path: pathlib.Path, costs: Set[str]) -> dict[str, Any]:
+    """What a file has results of, and how many passed; ValueError for other files.
+
+    Also whether all mechanisms that were attacked have one of the `costs`: None for
+    checks of the software alone, and for private sizes of data.
+    """
     try:
         content = json.loads(path.read_text())
         passed = [bool(x["passed"]) for x in content["results"] if _can_fail(x)]
@@ -105,7 +109,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
         "number": len(passed),
         "passed": sum(passed),
         "names": list(names),
-        "mechanisms": sorted(mechanisms),
+        "of_these_runs": mechanisms <= costs if mechanisms else None,
     }
 
 

@@ -18,7 +18,6 @@ _COUNTING = (
     "something about. All directories add up, as if they used the data of the same "
     "people."
 )
-_SAMPLINGS = {"random_allocation": " by random allocation"}
 _REMARKS = {
     "charged_alone": "{} of the steps are paid for without a checkpoint in this "
     "directory: the steps before a state that a program brought along, or those of a "
@@ -66,7 +65,7 @@ def total_of(ledgers: Mapping[str, Ledger]) -> Spent:
 def summary_of(ledgers: Mapping[str, Ledger], delta: float | None) -> dict[str, Any]:
     """What the steps of ledgers cost together, and each alone, for JSON."""
     total = total_of(ledgers)
-    delta = _common_delta(ledgers.values()) if delta is None else delta
+    delta = _common_delta(ledgers) if delta is None else delta
     together = total.guarantee(delta=delta)
     return {
         "epsilon": _finite(together),
@@ -79,7 +78,7 @@ def summary_of(ledgers: Mapping[str, Ledger], delta: float | None) -> dict[str, 
 
 
 def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
-    spent, times = ledger.spent, _times(ledger)
+    spent, times = ledger.spent, [x.time for x in ledger.records]
     released = Spent.of(x.segment for x in ledger.records if x.event == "released")
     costs = dict.fromkeys(x.cost for x in spent.segments)
     different = {step for x in spent.segments for step in range(x.start, x.stop)}
@@ -105,10 +104,6 @@ def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
     }
 
 
-def _times(ledger: Ledger) -> list[str]:
-    return sorted(x.time for x in ledger.records)
-
-
 def _read(directory: pathlib.Path) -> Ledger:
     reason = "there is none; before its first release a run has none, and has no cost"
     try:
@@ -127,8 +122,9 @@ def _read(directory: pathlib.Path) -> Ledger:
     )
 
 
-def _common_delta(ledgers: Any) -> float:
-    deltas = {x.delta for ledger in ledgers for x in ledger.records} - {None}
+def _common_delta(ledgers: Mapping[str, Ledger]) -> float:
+    records = [x for ledger in ledgers.values() for x in ledger.records]
+    deltas = {x.delta for x in records if x.delta is not None}
     _validate.require(
         len(deltas) == 1,
         "all runs must have one delta, or a delta must be given. Pass --delta, well "
@@ -146,7 +142,7 @@ def _as_text(report: dict[str, Any]) -> str:
     total, if_planned = report["epsilon"], report["epsilon_if_planned"]
     delta, relation = report["delta"], report["neighboring_relation"]
     together = (
-        f"Together: epsilon {_digits(total)} at delta {digits_above(delta, 3)} "
+        f"Together: epsilon {digits_of(total)} at delta {digits_above(delta, 3)} "
         f"({report['accountant']}, {relation})."
     )
     lines = [*map(_describe, report["directories"]), together]
@@ -154,35 +150,35 @@ def _as_text(report: dict[str, Any]) -> str:
         lines.append(
             "Each noise multiplier and batch size counts with all planned steps. If "
             "all of these and the numbers of steps were fixed before the first step: "
-            f"epsilon {_digits(if_planned)}."
+            f"epsilon {digits_of(if_planned)}."
         )
     return "\n".join([*lines, _COUNTING])
 
 
 def describe_steps(row: Mapping[str, Any]) -> str:
     """The steps of a directory, by their cost."""
-    steps = (
-        f"{x['number']} steps with noise multiplier "
-        f"{digits_below(x['noise_multiplier'], 4)} and sampling probability "
-        f"{digits_above(x['sampling_prob'], 4)}{_SAMPLINGS.get(x['sampling'], '')}"
-        f"{_groups(x['cycle_length'])}"
-        for x in row["steps"]
-    )
+    steps = []
+    for x in row["steps"]:
+        how = " by random allocation" if x["sampling"] == "random_allocation" else ""
+        if x["cycle_length"] > 1:
+            how += f" of one of {x['cycle_length']} groups"
+        steps.append(
+            f"{x['number']} steps with noise multiplier "
+            f"{digits_below(x['noise_multiplier'], 4)} and sampling probability "
+            f"{digits_above(x['sampling_prob'], 4)}{how}"
+        )
     return " and ".join(steps) or "no steps"
 
 
 def _describe(row: dict[str, Any]) -> str:
     first = (
         f"{row['directory']}, from {row['first_time']} to {row['last_time']}: "
-        f"{describe_steps(row)}; epsilon {_digits(row['epsilon'])}."
+        f"{describe_steps(row)}; epsilon {digits_of(row['epsilon'])}."
     )
     remarks = (text.format(row[name]) for name, text in _REMARKS.items() if row[name])
     return " ".join([first, *remarks])
 
 
-def _groups(number: int) -> str:
-    return f" of one of {number} groups" if number > 1 else ""
-
-
-def _digits(epsilon: float | None) -> str:
+def digits_of(epsilon: float | None) -> str:
+    """An epsilon of a summary, rounded up; None stands for an infinite one."""
     return round_up(math.inf if epsilon is None else epsilon)

@@ -34,10 +34,9 @@ def add_plot_command(commands: Any) -> None:
         "run may be going on.",
         epilog="python -m dpmp plot runs/first --output first.png",
     )
-    path: dict[str, Any] = {"type": pathlib.Path}
-    parser.add_argument("directory", metavar="DIR", help="of a run", **path)
-    text = "default: plot.png in the directory"
-    parser.add_argument("--output", metavar="FILE", help=text, **path)
+    add, text = parser.add_argument, "default: plot.png in the directory"
+    add("directory", type=pathlib.Path, metavar="DIR", help="of a run")
+    add("--output", type=pathlib.Path, metavar="FILE", help=text)
     parser.set_defaults(command=_plot)
 
 
@@ -99,13 +98,12 @@ def _grid(names: Sequence[str], last: int) -> tuple[Any, dict[str, Any]]:
     rows = -(-len(names) // columns)
     size = 4.8 * columns, 2.3 * rows + 0.3
     figure = new_figure(figsize=size, layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
-    axes = list(grid.flat)
+    axes = [*figure.subplots(rows, columns, squeeze=False, sharex=True).flat]
     for unused in axes[len(names) :]:
         unused.remove()
     panels = dict(zip(names, axes, strict=False))
     figure.supxlabel("step", fontsize="medium")
-    for place in axes[: len(names)][-columns:]:
+    for place in [*panels.values()][-columns:]:
         place.tick_params(labelbottom=True)
     for name, place in panels.items():
         place.set_ylabel(_LABELS.get(name, name))

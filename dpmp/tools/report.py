@@ -13,16 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpmp import _validate
-from dpmp.runs import Ledger, Spent, has_files_of
+from dpmp.runs import Ledger, has_files_of
 from dpmp.tools import checks
 from dpmp.tools.ledger import read_ledgers, summary_of, total_of
-from dpmp.tools.report_pages import (
-    ASSUMED,
-    NOT_COVERED,
-    as_html,
-    as_markdown,
-    success,
-)
+from dpmp.tools.report_pages import ASSUMED, NOT_COVERED, as_html, as_markdown, success
 
 # For the curve, and for the bounds on attacks.
 _DELTAS = [
@@ -99,7 +93,9 @@ def report_of(
         directories=[x.name for x in directories],
     )
     summary, total = summary_of(ledgers, delta), total_of(ledgers)
-    curve = _curve(total)
+    pairs = ((x, total.guarantee(delta=x).epsilon) for x in _DELTAS)
+    curve = [(d, e) for d, e in pairs if math.isfinite(e)]
+    costs = {repr(x.cost) for x in total.segments}
     report = {
         **summary,
         "protected_unit": "one example",
@@ -113,20 +109,10 @@ def report_of(
         "checkpoints": {x: _checkpoint(paths[x], y) for x, y in ledgers.items()},
         "assumed": ASSUMED,
         "not_covered": NOT_COVERED,
-        "checks": [_of_these_runs(checks.read(x), total) for x in files],
+        "checks": [checks.read(x, costs) for x in files],
         "versions": checks.versions(),
     }
     return {"remarks": _remarks(report), **report}
-
-
-def _of_these_runs(check: dict[str, Any], total: Spent) -> dict[str, Any]:
-    """A file of checks, with whether they attacked the mechanism of the runs.
-
-    None for checks of the software alone, and for private sizes of data.
-    """
-    attacked = check.pop("mechanisms")
-    costs = {repr(x.cost) for x in total.segments}
-    return {**check, "of_these_runs": costs.issuperset(attacked) if attacked else None}
 
 
 def _remarks(report: dict[str, Any]) -> list[str]:
@@ -147,12 +133,6 @@ def _remarks(report: dict[str, Any]) -> list[str]:
             "at most."
         )
     return found
-
-
-def _curve(total: Spent) -> list[tuple[float, float]]:
-    """Pairs of delta and epsilon; epsilon is 0 from some delta on."""
-    found = ((x, total.guarantee(delta=x).epsilon) for x in _DELTAS)
-    return [(d, e) for d, e in found if math.isfinite(e)]
 
 
 def _num_examples(ledger: Ledger) -> int | None:

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dpmp.accounting import digits_above, round_up
-from dpmp.tools.ledger import describe_steps
+from dpmp.accounting import digits_above
+from dpmp.tools.ledger import describe_steps, digits_of
 
 ASSUMED = (
     "Each person is one example at most, in every run that is named here.",
@@ -35,10 +35,14 @@ def success(curve: Sequence[tuple[float, float]], rate: float) -> float:
     return min([1.0, *bounds])
 
 
+def _parameters(report: dict[str, Any]) -> str:
+    epsilon, delta = digits_of(report["epsilon"]), digits_above(report["delta"], 3)
+    return f"epsilon {epsilon}, delta {delta}"
+
+
 def _headline(report: dict[str, Any]) -> str:
-    epsilon, delta = _digits(report["epsilon"]), digits_above(report["delta"], 3)
     return (
-        f"Trained with differential privacy: epsilon {epsilon}, delta {delta}, for "
+        f"Trained with differential privacy: {_parameters(report)}, for "
         f"{report['protected_unit']} of the training data"
     )
 
@@ -49,15 +53,11 @@ def _meaning(report: dict[str, Any]) -> str:
     sure = math.ceil(1e4 / (1 + math.exp(-epsilon))) / 100
     return (
         "For two datasets that differ in one example, the probability of any released "
-        f"model on one is at most exp({_digits(report['epsilon'])}) times its "
+        f"model on one is at most exp({digits_of(report['epsilon'])}) times its "
         f"probability on the other, plus {digits_above(report['delta'], 3)}. Whoever "
         "takes it for a coin toss whether a record was in the data can become at most "
         f"{sure:g} % sure from the model, but for a probability of about delta."
     )
-
-
-def _digits(epsilon: float | None) -> str:
-    return round_up(math.inf if epsilon is None else epsilon)
 
 
 _SHOWN = (
@@ -96,18 +96,14 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     composition = "all runs that are named here add up"
     if report["epsilon_if_planned"] != report["epsilon"]:
-        planned = _digits(report["epsilon_if_planned"])
+        planned = digits_of(report["epsilon_if_planned"])
         composition += f"; if all were planned before the first: epsilon {planned}"
     sizes = ", ".join(
         f"{path}: {'not shown, it is protected' if x is None else x}"
         for path, x in report["num_examples"].items()
     )
     return [
-        (
-            "Privacy parameters",
-            f"epsilon {_digits(report['epsilon'])}, delta "
-            f"{digits_above(report['delta'], 3)}",
-        ),
+        ("Privacy parameters", _parameters(report)),
         ("Unit of privacy", report["protected_unit"]),
         ("Examples in the data", sizes),
         ("Neighbouring datasets", report["neighbours"]),
@@ -131,35 +127,34 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _attack_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Rates in percent; bounds are rounded up."""
-
-    def up(rate: float) -> float:
-        return math.ceil(1000 * rate) / 1000
-
-    return [
-        (
-            f"{x['false_positive_rate']:.1%}",
-            f"{up(x['true_positive_rate_at_most']):.1%}",
-        )
+    rates = [
+        (x["false_positive_rate"], x["true_positive_rate_at_most"])
         for x in report["attacks"]
     ]
+    return [(f"{x:.1%}", f"{math.ceil(1000 * y) / 1000:.1%}") for x, y in rates]
 
 
 def as_markdown(report: dict[str, Any]) -> str:
     """A section for a model card."""
-    paragraphs = [*report["remarks"], f"{_headline(report)}. {_meaning(report)}"]
-    lines = [
+
+    def table(head: str, rows: Iterable[tuple[str, str]]) -> str:
+        cells = [f"| {a} | {b} |" for a, b in rows]
+        return "\n".join([head, "| --- | --- |", *cells])
+
+    def items(title: str, texts: Iterable[str]) -> str:
+        return "\n".join([f"{title}:\n", *(f"- {x}" for x in texts)])
+
+    attacks = "| false positives of an attack | true positives at most |"
+    parts = [
         "## Privacy",
-        *(f"\n{x}" for x in paragraphs),
-        "",
-        "| | |",
-        "| --- | --- |",
+        *report["remarks"],
+        f"{_headline(report)}. {_meaning(report)}",
+        table("| | |", _rows(report)),
+        table(attacks, _attack_rows(report)),
+        items("Assumed", ASSUMED),
+        items("Not covered", NOT_COVERED),
     ]
-    lines += [f"| {a} | {b} |" for a, b in _rows(report)]
-    lines += ["", "| false positives of an attack | true positives at most |"]
-    lines += ["| --- | --- |", *(f"| {a} | {b} |" for a, b in _attack_rows(report))]
-    for title, texts in (("Assumed", ASSUMED), ("Not covered", NOT_COVERED)):
-        lines += ["", f"{title}:", "", *(f"- {x}" for x in texts)]
-    return "\n".join(lines)
+    return "\n\n".join(parts)
 
 
 _PAGE = """<!doctype html>

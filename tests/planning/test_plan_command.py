@@ -17,7 +17,7 @@ import dpmp
 from dpmp import DPSGD, lora
 from dpmp.__main__ import main
 from dpmp.planning import _methods, _plans
-from dpmp.planning._decoder import Decoder
+from dpmp.planning._decoder import ADAPTED, Decoder
 from dpmp.planning._methods import METHODS, Model, activation_bytes
 from dpmp.planning.memory import compiled_memory
 
@@ -97,7 +97,7 @@ def zeros(shapes):
 
 def new_adapters(decoder, params, rank):
     args = {"fun": decoder.loss_fn, "example_args": (jnp.zeros((1, 4), int),)}
-    return lora.init(jax.random.key(0), params, rank, decoder.adapted, **args)
+    return lora.init(jax.random.key(0), params, rank, ADAPTED, **args)
 
 
 SCENARIOS = {

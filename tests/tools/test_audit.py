@@ -68,7 +68,7 @@ def test_canaries_find_most_of_epsilon_and_not_more(way, fields):
 @pytest.mark.parametrize("way", WAYS)
 def test_an_attacker_on_an_ideal_run_finds_what_one_on_dpmp_finds(way):
     chosen = mechanism(8.0, **WAYS[way])
-    attacker = Attacker.of(chosen)
+    attacker = Attacker(chosen)
     rng = np.random.default_rng(0)
     coins = rng.random(4096) < 0.5
     ideal = attacker.scores(attacker.simulate(coins, rng))
@@ -81,7 +81,7 @@ def test_an_attacker_on_an_ideal_run_finds_what_one_on_dpmp_finds(way):
 
 def test_rates_are_those_of_likelihood_ratios():
     """A ratio of r in logarithms is exp(r) times as likely for canaries in the data."""
-    attacker = Attacker.of(mechanism(4.0))
+    attacker = Attacker(mechanism(4.0))
     rng = np.random.default_rng(0)
     coins = np.arange(200_000) < 100_000
     scores = attacker.scores(attacker.simulate(coins, rng))

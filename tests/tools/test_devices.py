@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from dpmp import Policy, _timing
-from dpmp.tools.devices import DeviceReport, Row, _products, measure_dtypes
-from dpmp.tools.devices._products import Kind
+from dpmp.tools import devices
+from dpmp.tools.devices import DeviceReport, Kind, Row, measure_dtypes
 
-KINDS = {kind.name: kind for kind in _products.KINDS}
+KINDS = {kind.name: kind for kind in devices.KINDS}
 
 
 def ran(name, time_ratio=1.0, rounding_error=1e-3, adds_in_float32=True):
@@ -51,7 +51,7 @@ def test_rounding_errors_are_those_of_the_dtype(name, measured):
 def test_programs_run_on_the_default_device():
     last = jax.devices()[-1]
     with jax.default_device(last):
-        programs, errors = _products.compile_all(KINDS.values(), ((2, 3), (3, 4)))
+        programs, errors = devices.compile_all(KINDS.values(), ((2, 3), (3, 4)))
     assert errors == {}
     for name, program in programs.items():
         assert program().devices() == {last}
@@ -91,12 +91,12 @@ class _Overflowing(Kind):
     ],
 )
 def test_narrow_sums_are_found(kind, is_wide, monkeypatch):
-    monkeypatch.setattr(_products, "_SIDE", 16)  # is enough to find them
-    assert _products.adds_in_float32(kind) == is_wide
+    monkeypatch.setattr(devices, "_SIDE", 16)  # is enough to find them
+    assert devices.adds_in_float32(kind) == is_wide
 
 
 def test_rounded_operands_are_found():
-    error = _products.rounding_error(_Rounded("tf32", "float32", "float32"))
+    error = devices.rounding_error(_Rounded("tf32", "float32", "float32"))
     assert ran("tf32", 0.5, error).verdict == "native"
 
 
@@ -119,7 +119,7 @@ class _Missing(Kind):
 
 def test_a_dtype_that_does_not_run_is_named_with_its_exception(monkeypatch):
     kinds = KINDS["float32"], _Missing(*KINDS["float16"])
-    monkeypatch.setattr(_products, "KINDS", kinds)
+    monkeypatch.setattr(devices, "KINDS", kinds)
     float32, float16 = measure_dtypes(size=8).rows
     assert float32.verdict == "float32"
     assert float16 == Row("float16", "RuntimeError: no float16 here")
@@ -129,7 +129,7 @@ def test_a_dtype_that_does_not_run_is_named_with_its_exception(monkeypatch):
 def test_what_cannot_be_measured_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="size must be an integer"):
         measure_dtypes(size=0)
-    monkeypatch.setattr(_products, "KINDS", (_Missing(*KINDS["float32"]),))
+    monkeypatch.setattr(devices, "KINDS", (_Missing(*KINDS["float32"]),))
     with pytest.raises(ValueError, match="products of float32 must run on the device"):
         measure_dtypes(size=8)
 

@@ -20,11 +20,11 @@ from dpmp import __main__, clipping, noise_addition, strategies
 from dpmp.tools.selfcheck import command
 from dpmp.tools.selfcheck._modes import dpmp_subjects, unsafe_releases
 from dpmp.tools.selfcheck._noise import measure_keys, measure_noise
-from dpmp.tools.selfcheck._results import Sizes
 from dpmp.tools.selfcheck._subjects import (
     BatchShape,
     Keys,
     Releases,
+    Sizes,
     Subjects,
     Sums,
     draw_fn,

@@ -4,14 +4,14 @@ All numbers are in units of one contribution, the clip norm over the batch size.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import dp_accounting
 import numpy as np
 from scipy import special
 
 from dpmp.mechanism import DPSGD
-from dpmp.strategies import BandedInverse, BandedToeplitz, Strategy
+from dpmp.strategies import BandedInverse, BandedToeplitz
 
 _REPLACE_ONE = dp_accounting.NeighboringRelation.REPLACE_ONE
 
@@ -26,35 +26,24 @@ def name_of(mechanism: DPSGD) -> str:
     return repr(mechanism.step_cost) if is_known else ""
 
 
-class Attacker(NamedTuple):
-    """Knows the mechanism, and guesses from its noisy gradients alone.
+class Attacker:
+    """Knows the mechanism, and guesses from its noisy gradients alone."""
 
-    `noise` is the noise multiplier of the gradient, `epoch` the steps of an epoch of
-    random allocation, or None, `strategy` has one band if the mechanism has none, and
-    `absent` is the contribution of an example that is not in the data: under
-    REPLACE_ONE, another example has its place.
-    """
-
-    iterations: int
-    sampling_prob: float
-    noise: float
-    epoch: int | None
-    strategy: Strategy
-    absent: float
-
-    @classmethod
-    def of(cls, mechanism: DPSGD) -> "Attacker":
-        """The attacker who knows a mechanism."""
-        metrics = mechanism.released_metrics
+    def __init__(self, mechanism: DPSGD):
+        metrics, self.iterations = mechanism.released_metrics, mechanism.iterations
         widened = 1 + metrics.noise_increase if metrics else 1.0
-        return cls(
-            mechanism.iterations,
-            float(mechanism.sampling_prob or 0.0),
-            widened * (mechanism.noise_multiplier or 0.0),
-            mechanism.steps_per_epoch,
-            mechanism.strategy or BandedToeplitz((1.0,), mechanism.iterations),
-            -1.0 if mechanism.neighboring_relation is _REPLACE_ONE else 0.0,
-        )
+        # The noise multiplier of the gradient.
+        self.noise = widened * (mechanism.noise_multiplier or 0.0)
+        self.sampling_prob = float(mechanism.sampling_prob or 0.0)
+        # The steps of an epoch of random allocation, or None.
+        self.epoch = mechanism.steps_per_epoch
+        self.strategy = mechanism.strategy or BandedToeplitz((1.0,), self.iterations)
+        # The contribution of an example that is not in the data: under REPLACE_ONE,
+        # another example has its place.
+        is_replaced = mechanism.neighboring_relation is _REPLACE_ONE
+        self.absent = -1.0 if is_replaced else 0.0
+        # The standard deviation of independent noise, before it is correlated.
+        self._width = self.noise * self.strategy.sensitivity
 
     def scores(self, noisy: np.ndarray) -> np.ndarray:
         """The logarithm of the likelihood ratio of each canary: in over not in."""
@@ -106,8 +95,3 @@ class Attacker(NamedTuple):
         groups = self.strategy.cycle_length
         steps = np.arange(self.iterations)[:, None]
         return steps % groups == np.arange(number) % groups
-
-    @property
-    def _width(self) -> float:
-        """The standard deviation of independent noise, before it is correlated."""
-        return self.noise * self.strategy.sensitivity

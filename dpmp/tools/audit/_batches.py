@@ -71,9 +71,7 @@ def batches(mechanism: DPSGD, *, num_batches: int = 2000) -> BatchAudit:
     _validate.instance(DPSGD, "Use trainer.mechanism.", mechanism=mechanism)
     given = mechanism
     mechanism = dataclasses.replace(
-        mechanism,
-        l2_clip_norm=1.0,
-        noise_multiplier=mechanism.noise_multiplier or 1.0,
+        mechanism, l2_clip_norm=1.0, noise_multiplier=mechanism.noise_multiplier or 1.0
     )
     runs = math.ceil(num_batches / mechanism.iterations)
     drawn = _indices_of_runs(mechanism, runs)
@@ -116,12 +114,12 @@ def _indices_of_runs(mechanism: DPSGD, runs: int) -> list[list[np.ndarray]]:
         optimizer=optax.sgd(0.0),
         policy="float32",
     )
-    options: dict[str, Any] = {"progress": False, "prefetch": 0}
-    sources = [_Source(mechanism.num_examples) for _ in range(runs)]
-    for source in sources:
-        start = trainer.init(jnp.zeros(()))
-        trainer.fit(start, source, callback=source.keep, **options)
-    return [source.batches for source in sources]
+    found = []
+    for _ in range(runs):
+        source, start = _Source(mechanism.num_examples), trainer.init(jnp.zeros(()))
+        trainer.fit(start, source, callback=source.keep, progress=False, prefetch=0)
+        found.append(source.batches)
+    return found
 
 
 def _impossible(mechanism: DPSGD, run: list[np.ndarray]) -> Iterator[str]:

@@ -155,7 +155,7 @@ def canaries(
         noise_multiplier=mechanism.noise_multiplier,
         fix="Use mechanism.calibrate(epsilon=, delta=), and a number as clip norm.",
     )
-    claim, attacker = mechanism.guarantee(), Attacker.of(mechanism)
+    claim, attacker = mechanism.guarantee(), Attacker(mechanism)
     _validate.require(
         math.isfinite(claim.epsilon),
         "the mechanism must claim an epsilon. Use more noise.",
@@ -227,11 +227,13 @@ def trained(
     if not isinstance(mechanism.l2_clip_norm, AutomaticClipping):
         # The model has one array. Its gradients must be in the range of float16.
         mechanism = dataclasses.replace(mechanism, l2_clip_norm=1.0)
-    attacker = Attacker.of(mechanism)
+    attacker = Attacker(mechanism)
     trainer = DPTrainer(
         mechanism=mechanism,
         loss_fn=lambda params, x: jnp.sum(params[x["number"]] * x["weight"]),
-        optimizer=optax.GradientTransformation(_no_gradient, _keep_gradient),
+        optimizer=optax.GradientTransformation(
+            lambda params: optax.tree_utils.tree_zeros_like(params), _keep_gradient
+        ),
         policy=policy,
     )
 
@@ -265,10 +267,6 @@ class _Source:
         number = np.where(indices < len(self._weights), indices, 0).astype(np.int32)
         weight = np.where(indices == number, self._weights[number], np.float32(0))
         return {"number": number, "weight": weight}
-
-
-def _no_gradient(params: Any) -> Any:
-    return jnp.zeros_like(params)
 
 
 def _keep_gradient(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

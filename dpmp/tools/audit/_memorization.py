@@ -181,7 +181,9 @@ def memorization(
     exposures = math.log2(false[-1] + 1) - np.log2(false[ranked] + 1)
     level = (1 - confidence) / len(_GUESSED)
     bound = functools.partial(_lower_bound, size, delta=delta, level=level)
-    guesses = _guesses(ranked)
+    # Which guesses are right, for each way to guess.
+    ends = [(int(first * size), size - int(last * size)) for first, last in _GUESSED]
+    guesses = [np.concatenate([ranked[:x], ~ranked[y:]]) for x, y in ends]
     return MemorizationAudit(
         epsilon=max(bound(len(x), int(np.sum(x))) for x in guesses),
         claimed=claimed,
@@ -220,13 +222,6 @@ def _check_canaries(losses: np.ndarray, is_in: np.ndarray) -> None:
         "is_in must be fair coins. Draw rng.random(canaries) < 0.5 before training.",
         is_in=f"{num_in} of {size}",
     )
-
-
-def _guesses(ranked: np.ndarray) -> list[np.ndarray]:
-    """Which guesses are right, for each way to guess."""
-    size = len(ranked)
-    ends = [(int(first * size), size - int(last * size)) for first, last in _GUESSED]
-    return [np.concatenate([ranked[:x], ~ranked[y:]]) for x, y in ends]
 
 
 def _lower_bound(

@@ -71,7 +71,9 @@ class Tape:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Records what the block prints, logs, warns of and raises."""
-        output, logger, handler = io.StringIO(), logging.getLogger(), _Handler()
+        output, logger, messages = io.StringIO(), logging.getLogger(), list[str]()
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
         logger.addHandler(handler)
         with (
             contextlib.redirect_stdout(output),
@@ -90,7 +92,7 @@ class Tape:
             finally:
                 logger.removeHandler(handler)
         self.add("the text it prints", output.getvalue())
-        self.add("the log", handler.messages)
+        self.add("the log", messages)
         self.add("a warning", [str(x.message) for x in caught])
         self.add("the number of compilations", self._num_traces)
 
@@ -103,14 +105,3 @@ class Tape:
 def _without_keys(x: Any) -> Any:
     is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key else x
-
-
-class _Handler(logging.Handler):
-    """Keeps the messages of all loggers."""
-
-    def __init__(self):
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())

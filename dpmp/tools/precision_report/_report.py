@@ -11,7 +11,6 @@ References:
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,32 +22,10 @@ from dpmp._typing import PyTree
 from dpmp.engines import check_float_leaves, check_num_args
 from dpmp.precision import Policy, reference_of
 from dpmp.programs import source_lines
-from dpmp.tools.precision_report import _shown
-from dpmp.tools.precision_report._comparison import Comparison, cast, compare, path_of
+from dpmp.tools.precision_report._comparison import cast, compare, path_of
 from dpmp.tools.precision_report._findings import ARGUMENT, Finding, select
 from dpmp.tools.precision_report._places import find_places, is_narrow
-
-
-@dataclass(frozen=True)
-class PrecisionReport:
-    """How a policy changes a loss. `print` shows the report as text.
-
-    Attributes:
-      name: the name of the function.
-      policy: the name of the policy, or its compute dtype.
-      findings: lines of the program, the most important first.
-      comparison: the comparison with float32; None without data.
-    """
-
-    name: str
-    policy: str
-    findings: tuple[Finding, ...]
-    comparison: Comparison | None = None
-
-    def __str__(self) -> str:
-        title = f"Precision of {self.name}, {self.policy}"
-        text = _shown.text(self.findings, self.comparison)
-        return f"{title}\n\n{text}"
+from dpmp.tools.precision_report._shown import PrecisionReport
 
 
 def precision_report(
@@ -112,7 +89,10 @@ def precision_report(
         if isinstance(error, _validate.RefusedError) or not _is_traceable(fun, args):
             raise
         # The loss is valid without the policy, so the report must show the error.
-        return PrecisionReport(fun_name, name, (_clash(error, policy),))
+        place, dtype = source_lines.error_line(error), policy.compute_dtype.name
+        message = str(error) or type(error).__name__
+        clash = Finding("clash", message, dtype, "{}:{}".format(*place))
+        return PrecisionReport(fun_name, name, (clash,))
     comparison = None
     leaves = jax.tree.leaves(args)
     if differentiate and not any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
@@ -152,12 +132,6 @@ def _is_traceable(fun: Callable[..., Any], args: Sequence[PyTree]) -> bool:
         jax.eval_shape(fun, *args)
         return True
     return False
-
-
-def _clash(error: Exception, policy: Policy) -> Finding:
-    file, line = source_lines.error_line(error)
-    dtype = policy.compute_dtype.name
-    return Finding("clash", str(error) or type(error).__name__, dtype, f"{file}:{line}")
 
 
 def _rounded_arguments(

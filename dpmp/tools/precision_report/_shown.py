@@ -1,10 +1,11 @@
-"""A precision report in words and tables."""
+"""A precision report, in words and tables."""
 
 import linecache
 import math
 import pathlib
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from dpmp import _plain_text
 from dpmp.tools.precision_report._comparison import Comparison, GradientComparison
@@ -17,16 +18,31 @@ _NUM_WORST = 3
 _LENGTH_OF_MESSAGE = 300
 
 
-def text(findings: Sequence[Finding], comparison: Comparison | None) -> str:
-    """The comparison with float32, if there is one, and what to change."""
-    parts, advice = [], []
-    if comparison is not None:
-        parts += _tables(comparison)
-        advice += _about_the_scale(comparison.total)
-    advice += _about_findings(findings, comparison)
-    items = [_plain_text.paragraph(x, f"{i}. ") for i, x in enumerate(advice, 1)]
-    parts.append("\n".join(["What to change", *(items or ["  Nothing."])]))
-    return "\n\n".join(parts)
+@dataclass(frozen=True)
+class PrecisionReport:
+    """How a policy changes a loss. `print` shows the report as text.
+
+    Attributes:
+      name: the name of the function.
+      policy: the name of the policy, or its compute dtype.
+      findings: lines of the program, the most important first.
+      comparison: the comparison with float32; None without data.
+    """
+
+    name: str
+    policy: str
+    findings: tuple[Finding, ...]
+    comparison: Comparison | None = None
+
+    def __str__(self) -> str:
+        parts, advice = [f"Precision of {self.name}, {self.policy}"], []
+        if self.comparison is not None:
+            parts += _tables(self.comparison)
+            advice += _about_the_scale(self.comparison.total)
+        advice += _about_findings(self.findings, self.comparison)
+        items = [_plain_text.paragraph(x, f"{i}. ") for i, x in enumerate(advice, 1)]
+        parts.append("\n".join(["What to change", *(items or ["  Nothing."])]))
+        return "\n\n".join(parts)
 
 
 def _tables(x: Comparison) -> Iterator[str]:

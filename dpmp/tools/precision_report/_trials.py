@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,20 +36,6 @@ _Leaves = list[np.ndarray]  # of a sum of clipped gradients, in float64
 _FLOAT32 = Policy.from_name("float32")
 
 
-class Errors(NamedTuple):
-    """How a sum differs from that in float32; `Verdict` documents the numbers."""
-
-    kept: float
-    aside: float
-    error: float
-
-    @property
-    def are_harmless(self) -> bool:
-        """Whether steps hardly differ, or noise hides how they do."""
-        is_close = abs(self.kept - 1) <= _ALONG and self.aside <= _ASIDE
-        return is_close or self.error <= SHARE_OF_NOISE
-
-
 class Trials:
     """Sums of clipped gradients of one loss under several policies."""
 
@@ -67,9 +53,19 @@ class Trials:
         self.is_autocast = is_autocast(fun)
         self.steps = min(mechanism.iterations, _NUM_STEPS)
         self._run = functools.cache(self._compiled)
-        self._sum = functools.cache(self._clipped_sum)
-        self._seconds = functools.cache(self._measured)
         self._params = args[0], self._trained(args[0], optimizer)
+        self._exact = [self._sum(reference, _FLOAT32, place) for place in (0, 1)]
+        self._lengths = [float(np.linalg.norm(_flat(x))) for x in self._exact]
+        for place, length in enumerate(self._lengths):
+            _validate.require(
+                0 < length < math.inf,
+                "the clipped gradients in float32 must have a sum that is finite and "
+                "not zero. Look for NaN in the batch and the parameters, and try a "
+                "lower learning rate.",
+                norm=length,
+                steps=self.steps * place,
+            )
+        self._exact_seconds = self._seconds(reference, _FLOAT32)
 
     def _trained(self, params: PyTree, optimizer: optax.GradientTransformation) -> Any:
         """The parameters after private steps in float32."""
@@ -97,10 +93,10 @@ class Trials:
             params, opt_state = update(params, opt_state, total, key)
         return params
 
-    def of(self, policy: Policy) -> Errors:
-        """Compares a policy with float32, where that is worse for it."""
+    def of(self, policy: Policy) -> dict[str, Any]:
+        """Fields of a `Verdict`, from the worse of two comparisons with float32."""
         found = [self._at(place, policy) for place in (0, 1)]
-        return max(found, key=lambda errors: (not errors.are_harmless, errors.error))
+        return max(found, key=lambda x: (not x["is_safe"], x["error"]))
 
     def has_effect(self, policy: Policy) -> bool:
         """Whether a policy of 16 bits lets the loss multiply in them."""
@@ -112,58 +108,42 @@ class Trials:
 
     def time_ratio(self, policy: Policy) -> float:
         """The time of a sum under a policy over that in float32."""
-        exact = self._seconds(self._reference, _FLOAT32)
-        return self._seconds(self._fun, policy) / exact
+        return self._seconds(self._fun, policy) / self._exact_seconds
 
-    def _at(self, place: int, policy: Policy) -> Errors:
+    def _at(self, place: int, policy: Policy) -> dict[str, Any]:
         """Compares a policy with float32 at one of the sets of parameters."""
-        found = self._sum(self._fun, policy, place)
-        exact = self._sum(self._reference, _FLOAT32, place)
-        grad, reference = _flat(found), _flat(exact)
-        length = float(np.linalg.norm(reference))
-        _validate.require(
-            0 < length < math.inf,
-            "the clipped gradients in float32 must have a sum that is finite and not "
-            "zero. Look for NaN in the batch and the parameters, and try a lower "
-            "learning rate.",
-            norm=length,
-            steps=self.steps * place,
-        )
-        kept = float(grad @ reference) / length**2
-        aside = float(np.linalg.norm(grad - kept * reference)) / self._longest_step()
+        grad = _flat(self._sum(self._fun, policy, place))
+        reference = _flat(self._exact[place])
+        kept = float(grad @ reference) / self._lengths[place] ** 2
+        # Over the longest sum in float32, because training ends with short ones.
+        longest = max(self._lengths)
+        aside = float(np.linalg.norm(grad - kept * reference)) / longest
         noise = self._mechanism.stddev * self._share()
         noise *= math.sqrt(grad.size / self._mechanism.iterations)
         error = float(np.linalg.norm(grad - reference)) / noise
-        return Errors(kept, aside, error)
+        is_close = abs(kept - 1) <= _ALONG and aside <= _ASIDE
+        is_safe = is_close or error <= SHARE_OF_NOISE
+        return {"is_safe": is_safe, "kept": kept, "aside": aside, "error": error}
 
     def _share(self) -> float:
         """The size of the batch over the expected one, for which `stddev` is."""
         number = len(jax.tree.leaves(self._batch)[0])
         return number / self._mechanism.expected_batch_size
 
-    def _longest_step(self) -> float:
-        """The norm of the longest sum in float32: training ends with short ones."""
-        totals = (self._sum(self._reference, _FLOAT32, place) for place in (0, 1))
-        return max(float(np.linalg.norm(_flat(total))) for total in totals)
-
     def furthest(self, policy: Policy) -> list[str]:
         """Expressions for the paths of parameters, those that matter most first.
 
         A parameter matters if rounding it alone moves the last sum in float32.
         """
-        params = self._params[1]
-        exact = self._sum(self._reference, _FLOAT32, 1)
+        params, exact = self._params[1], self._exact[1]
         errors = map(_distance, self._sum(self._fun, policy, 1), exact)
         candidates = np.argsort(list(errors))[::-1][:_NUM_CANDIDATES]
         leaves, treedef = jax.tree.flatten(params)
         rounded = jax.tree.leaves(jax.jit(policy.cast_to_compute)(params))
 
         def effect(i: int) -> float:
-            changed = [
-                *leaves[:i],
-                rounded[i].astype(leaves[i].dtype),
-                *leaves[i + 1 :],
-            ]
+            changed = list(leaves)
+            changed[i] = rounded[i].astype(leaves[i].dtype)
             params = jax.tree.unflatten(treedef, changed)
             moved = self._run(self._reference, _FLOAT32)(params, *self._batch)
             return math.hypot(*map(_distance, moved, exact))
@@ -172,14 +152,12 @@ class Trials:
         order = sorted(candidates, key=effect, reverse=True)
         return [f"^{re.escape(path_of(paths[i]))}$" for i in order]
 
-    def _clipped_sum(
-        self, fun: Callable[..., Any], policy: Policy, place: int
-    ) -> _Leaves:
+    def _sum(self, fun: Callable[..., Any], policy: Policy, place: int) -> _Leaves:
         """A sum of clipped gradients, by leaf in float64."""
         total = self._run(fun, policy)(self._params[place], *self._batch)
         return [np.asarray(x, np.float64) for x in total]
 
-    def _measured(self, fun: Callable[..., Any], policy: Policy) -> float:
+    def _seconds(self, fun: Callable[..., Any], policy: Policy) -> float:
         """The seconds that a sum takes once it is compiled."""
         run = self._run(fun, policy)
         start = time.perf_counter()

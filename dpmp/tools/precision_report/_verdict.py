@@ -77,19 +77,16 @@ class Verdict:
                 "a dtype of its own such as nnx.Embed, widens its operands, and the "
                 f"policy saves nothing. {text}"
             )
+        steps = "The float32 gradient is so much smaller that only rounding is left."
         if abs(self.kept) <= _FARTHEST:
-            text += (
+            steps = (
                 f"Steps go {self.kept:.1%} as far in the direction of the float32 "
-                f"gradient, and {self.aside:.1%} aside. "
-            )
-        else:
-            text += (
-                "The float32 gradient is so much smaller that only rounding is left. "
+                f"gradient, and {self.aside:.1%} aside."
             )
         text += (
-            f"The errors of all steps are at most {self.error:.2g} times their noise. "
-            "That is the worse of two answers: at the given parameters, and after "
-            f"{self.steps} private steps in float32."
+            f"{steps} The errors of all steps are at most {self.error:.2g} times their "
+            "noise. That is the worse of two answers: at the given parameters, and "
+            f"after {self.steps} private steps in float32."
         )
         if not self.is_safe and self.policy.endswith(_WITH_AUTOCAST):
             text += (
@@ -203,12 +200,10 @@ def _verdict(trials: Trials, given: str | Policy) -> Verdict:
     name += _WITH_AUTOCAST if trials.is_autocast else ""
 
     def of(policy: Policy) -> Verdict:
-        errors = trials.of(policy)
         return Verdict(
             policy=name,
-            is_safe=errors.are_harmless,
             float32_paths=policy.float32_paths,
-            **errors._asdict(),
+            **trials.of(policy),
             steps=trials.steps,
             time_ratio=trials.time_ratio(policy),
             has_effect=trials.has_effect(policy),

@@ -138,10 +138,7 @@ def float_noise(
     nine times out of ten. And noise in float32 ends at 5.42 standard deviations
     ([Mironov 2012](https://doi.org/10.1145/2382196.2382264)).
     """
-
-    def init(params: Any) -> Any:
-        privatizer = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=prng_key)
-        return privatizer.init(params)
+    init = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=prng_key).init
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params

@@ -10,8 +10,14 @@ import math
 import numpy as np
 from scipy import stats
 
-from dpmp.tools.selfcheck._results import Result, Sizes, compare
-from dpmp.tools.selfcheck._subjects import NOISE_MULTIPLIER, Keys, Releases
+from dpmp.tools.selfcheck._subjects import (
+    NOISE_MULTIPLIER,
+    Keys,
+    Releases,
+    Result,
+    Sizes,
+    compare,
+)
 
 # Correct noise fails a measurement by chance once in a million runs, or less.
 _STANDARD_ERRORS = 5.0

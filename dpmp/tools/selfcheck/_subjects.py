@@ -1,5 +1,6 @@
-"""The subjects of a self-check: sums, noise and keys, all behind callables."""
+"""The subjects of a self-check, sums, noise and keys, and the results about them."""
 
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ NOISE_MULTIPLIER = 1.0
 
 # The number of noisy sums that are drawn in one step.
 _STEP_SIZE = 2**18
+
+Number = Fraction | float
 
 # Arrays of (k, n) float64, one for each leaf. In exact arithmetic, the entries of a
 # leaf are the sums of its k rows.
@@ -90,21 +93,64 @@ class Subjects(NamedTuple):
     remarks: tuple[str, ...] = ()
 
 
+class Result(NamedTuple):
+    """A measured value and its limits, if there are any."""
+
+    measurement: str  # the name of the measured quantity
+    subject: str  # the library and the mode that were measured
+    is_claimed: bool  # whether dpmp promises that the value is within the limits
+    value: float  # rounded to float64
+    at_least: float | None
+    at_most: float | None
+    passed: bool  # whether the exact value is within the limits
+    worst_case: str  # the data on which the value was measured
+
+
+class Sizes(NamedTuple):
+    """The sizes of the measurements."""
+
+    num_entries: int = 20_000  # of a gradient with one leaf
+    num_leaves: int = 1000  # of a gradient with many
+    largest_batch: int = 4096  # for which sums are compared
+    num_training: int = 2**23  # noisy values of each sum that an attacker knows
+    num_test: int = 2**20  # noisy values of each sum that the attacker tells apart
+
+
+def compare(
+    measurement: str,
+    subject: Any,
+    value: Number,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    worst_case: str = "",
+    is_squared: bool = False,
+) -> Result:
+    """Compares a value, or the root of a square, to its limits, exactly.
+
+    NaN is within no limits.
+    """
+    value = value if isinstance(value, Fraction) else float(value)
+    power = 2 if is_squared else 1
+    is_large = at_least is None or value >= Fraction(at_least) ** power
+    is_small = at_most is None or value <= Fraction(at_most) ** power
+    value = math.sqrt(value) if is_squared else float(value)
+    claim = measurement, subject.name, subject.is_claimed
+    passed = is_large and is_small
+    return Result(*claim, value, at_least, at_most, passed, worst_case)
+
+
 def sum_fn(fn: Callable[..., Any]) -> SumFn:
     """Turns a clipped sum of jax arrays into a function for `Sums`."""
     compiled = jax.jit(lambda batch, mask: fn(batch, is_padding_example=mask))
 
     def summed(batch: list[np.ndarray], is_padding: np.ndarray) -> Rows:
-        total = compiled(batch, is_padding)
-        return [_rows(x) for x in jax.tree.leaves(total, is_leaf=is_grid)]
+        leaves = jax.tree.leaves(compiled(batch, is_padding), is_leaf=is_grid)
+        # Integers count units of their grid.
+        arrays = [np.asarray(x.counts if is_grid(x) else x) for x in leaves]
+        return [x.astype(np.float64).reshape(1, -1) for x in arrays]
 
     return summed
-
-
-def _rows(x: Any) -> np.ndarray:
-    """(k, n); integers count units of their grid."""
-    x = x.counts if is_grid(x) else x
-    return np.asarray(x).astype(np.float64).reshape(1, -1)
 
 
 def draw_fn(

@@ -12,8 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.tools.selfcheck._results import Number, Result, Sizes, compare
-from dpmp.tools.selfcheck._subjects import Rows, Sums
+from dpmp.tools.selfcheck._subjects import Number, Result, Rows, Sizes, Sums, compare
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 

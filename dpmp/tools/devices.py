@@ -1,16 +1,30 @@
-"""Measures products of all dtypes on a device: a table, verdicts and advice."""
+"""Measures which dtypes a device multiplies, how fast and how exactly.
+
+`print(measure_dtypes())`, or `python -m dpmp devices`, measures this device in some
+seconds and says which policy to train with.
+"""
 
 import argparse
+import functools
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp import _plain_text, _timing, _validate
-from dpmp.tools.devices import _products
+
+__all__ = ["DeviceReport", "Row", "add_devices_command", "measure_dtypes"]
+
+_MATRICES = "ij,jk->ik"
+
+# Errors are measured on results of this many rows and columns. Their entries are sums
+# of few terms, or of many.
+_SIDE, _FEW, _MANY = 128, 16, 4096
 
 _ROUNDS = 5
 
@@ -106,21 +120,18 @@ class DeviceReport:
     @property
     def advice(self) -> tuple[str, ...]:
         """Advice for training that follows from the measurements."""
-        return tuple(self._advice())
-
-    def _advice(self) -> Iterator[str]:
-        yield f'Use dpmp.Policy.from_name("{self.policy}").'
+        found = [f'Use dpmp.Policy.from_name("{self.policy}").']
         for row in self.rows:
             if row.error is not None:
-                yield f"{row.name}: products do not run here ({row.error})."
+                found.append(f"{row.name}: products do not run here ({row.error}).")
             for (name, verdicts), hint in _HINTS.items():
                 if row.name == name and row.verdict in verdicts.split(", "):
                     time = f"products take {row.time_ratio:.2f} of the time of float32"
-                    yield f"{name}: {time}. {hint}"
+                    found.append(f"{name}: {time}. {hint}")
+        sums = "Sums within all products that run are in float32 or wider."
         if names := ", ".join(x.name for x in self.rows if x.verdict == "imprecise"):
-            yield f"Sums within these products are narrower than float32: {names}."
-        else:
-            yield "Sums within all products that run are in float32 or wider."
+            sums = f"Sums within these products are narrower than float32: {names}."
+        return (*found, sums)
 
     def __str__(self) -> str:
         header = ("product", "verdict", "Gop/s", "time", "error", "sums")
@@ -185,7 +196,7 @@ def measure_dtypes(*, size: int | None = None) -> DeviceReport:
         size = 1024 if device.platform == "cpu" else 8192
     size = _validate.positive_integer(size=size, fix="Leave it out for one that fits.")
     shapes = (size, size), (size, size)
-    programs, errors = _products.compile_all(_products.KINDS, shapes)
+    programs, errors = compile_all(KINDS, shapes)
     _validate.require(
         "float32" in programs,
         "products of float32 must run on the device. Use another device, or a smaller "
@@ -199,12 +210,12 @@ def measure_dtypes(*, size: int | None = None) -> DeviceReport:
             kind.name,
             operations_per_second=2 * size**3 / statistics.median(seconds[kind.name]),
             time_ratio=_timing.median_ratio(seconds[kind.name], seconds["float32"]),
-            rounding_error=_products.rounding_error(kind),
-            adds_in_float32=_products.adds_in_float32(kind),
+            rounding_error=rounding_error(kind),
+            adds_in_float32=adds_in_float32(kind),
         )
         if kind.name in programs
         else Row(kind.name, error=errors[kind.name])
-        for kind in _products.KINDS
+        for kind in KINDS
     )
     return DeviceReport(device.device_kind, device.platform, size, rows)
 
@@ -226,3 +237,98 @@ def add_devices_command(commands: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     sys.stdout.write(f"{measure_dtypes(size=args.size)}\n")
     return 0
+
+
+class Kind(NamedTuple):
+    """A product of two operands of one dtype, with a result of this or another dtype.
+
+    The precision is a value of `jax.default_matmul_precision`.
+    """
+
+    name: str
+    dtype: str
+    result: str
+    precision: str | None = None
+
+    def __call__(self, a: Any, b: Any, contraction: str = _MATRICES) -> jax.Array:
+        """Computes the product. The contraction is written as for `jnp.einsum`."""
+        options = {"precision": self.precision, "preferred_element_type": self.result}
+        return jnp.einsum(contraction, a, b, **options)
+
+
+KINDS = (
+    Kind("float32", "float32", "float32", "float32"),
+    Kind("float32 by default", "float32", "float32"),
+    Kind("tf32", "float32", "float32", "tensorfloat32"),
+    Kind("bfloat16", "bfloat16", "bfloat16"),
+    Kind("bfloat16 -> float32", "bfloat16", "float32"),
+    Kind("float16", "float16", "float16"),
+    Kind("float16 -> float32", "float16", "float32"),
+    Kind("float8_e4m3fn -> float32", "float8_e4m3fn", "float32"),
+)
+
+
+def compile_product(
+    kind: Kind, a: np.ndarray, b: np.ndarray, contraction: str = _MATRICES
+) -> Callable[[], jax.Array]:
+    """Compiles a product of two arrays of the host, and runs it once.
+
+    Every program has operands of its own, so that no program finds its operands in a
+    cache because another one has just used them.
+    """
+    operands = [jnp.asarray(x.astype(jnp.dtype(kind.dtype))) for x in (a, b)]
+    program = jax.jit(lambda a, b: kind(a, b, contraction)).lower(*operands).compile()
+    jax.block_until_ready(program(*operands))  # some products fail only here
+    return functools.partial(program, *operands)
+
+
+def compile_all(
+    kinds: Iterable[Kind],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    contraction: str = _MATRICES,
+) -> tuple[dict[str, Callable[[], jax.Array]], dict[str, str]]:
+    """Compiles products of random operands.
+
+    Returns, by the names of the kinds, the programs of the products that run, and the
+    exceptions of the products that do not.
+    """
+    # A few numbers are repeated, since the time does not depend on them.
+    numbers = np.random.default_rng(0).standard_normal(4099, np.float32)
+    a, b = (np.resize(numbers, shape) for shape in shapes)
+    programs, errors = {}, {}
+    for kind in kinds:
+        try:
+            programs[kind.name] = compile_product(kind, a, b, contraction)
+        except Exception as error:  # backends do not document what they raise
+            message = str(error).strip().partition("\n")[0]
+            errors[kind.name] = f"{type(error).__name__}: {message[:200]}"
+    return programs, errors
+
+
+def rounding_error(kind: Kind) -> float:
+    """The largest relative error of sums of few products of numbers from 1 to 2.
+
+    The numbers have all bits of float32, so the error shows how operands are rounded,
+    before the product or inside of it.
+    """
+    rng = np.random.default_rng(0)
+    return _error(kind, *rng.uniform(1, 2, (2, _SIDE, _FEW)).astype(np.float32))
+
+
+def adds_in_float32(kind: Kind) -> bool:
+    """Whether long sums of products are in float32 or wider until they are rounded.
+
+    The operands are eighths from 1 to 15/8, which all dtypes hold. Float32 adds their
+    products without error in any order, because the sums have at most 20 bits. So the
+    only error that float32 explains is that of rounding the result once.
+    """
+    rng = np.random.default_rng(0)
+    operands = 1 + rng.integers(0, 8, (2, _SIDE, _MANY)) / 8
+    return _error(kind, *operands) <= float(jnp.finfo(kind.result).eps) / 2
+
+
+def _error(kind: Kind, a: np.ndarray, b: np.ndarray) -> float:
+    actual = np.asarray(compile_product(kind, a, b.T)()).astype(np.float64)
+    # Float64 is exact for products of float32 numbers, which have 48 bits.
+    exact = a.astype(np.float64) @ b.T.astype(np.float64)
+    return float(np.max(np.abs(actual / exact - 1)))
