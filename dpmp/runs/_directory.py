@@ -273,7 +273,7 @@ def _require_new_ledger(is_new: bool, checkpoint: pathlib.Path) -> None:
         "the ledger must be as new as the checkpoints, because it is the only account "
         "of what the steps cost. Restore the newest ledger.jsonl. If it is lost, use "
         "another directory, and add up the epsilon of both. If it is the checkpoint "
-        "that is damaged, remove its folder.",
+        "that is damaged, or of another run, remove its folder.",
         checkpoint=str(checkpoint),
         ledger="without the record of this checkpoint, or of steps before it",
     )

@@ -55,7 +55,7 @@ def save(path: str | pathlib.Path, **audits: Any) -> None:
     """Writes audits of `dpmp.audit` to a file, for `python -m dpmp report --checks`.
 
     Args:
-      path: the new file.
+      path: the file, which replaces an existing one.
       **audits: results of `canaries`, `replay`, `batches` or `memorization`, each by a
         name for the file.
 
@@ -78,10 +78,13 @@ def as_result(audit: Any, subject: str) -> dict[str, Any]:
 
 def as_json(result: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a result; strings replace numbers that JSON cannot express."""
-    return {
-        name: str(x) if isinstance(x, float) and not math.isfinite(x) else x
-        for name, x in result.items()
-    }
+
+    def finite(x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return [finite(y) for y in x]
+        return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+    return {name: finite(x) for name, x in result.items()}
 
 
 def read(path: pathlib.Path, costs: Set[str]) -> dict[str, Any]:

@@ -16,7 +16,15 @@ from dpmp import _validate
 from dpmp.runs import Ledger, has_files_of
 from dpmp.tools import checks
 from dpmp.tools.ledger import read_ledgers, summary_of, total_of
-from dpmp.tools.report_pages import ASSUMED, NOT_COVERED, as_html, as_markdown, success
+from dpmp.tools.report_pages import (
+    ASSUMED,
+    NOT_COVERED,
+    as_html,
+    as_markdown,
+    described_checkpoints,
+    headline,
+    success,
+)
 
 # For the curve, and for the bounds on attacks.
 _DELTAS = [
@@ -51,11 +59,13 @@ def add_report_command(commands: Any) -> None:
     add("--delta", type=float, metavar="X", help="default: the delta of the runs")
     text = "after DIR: JSON of selfcheck or audit (--json), whose results are shown too"
     add("--checks", nargs="*", type=path, default=[], metavar="FILE", help=text)
+    text = "what was trained, on what, and what for: a sentence that comes first"
+    add("--about", default="", metavar="TEXT", help=text)
     parser.set_defaults(command=_report)
 
 
 def _report(args: argparse.Namespace) -> int:
-    report = report_of(args.directories, args.delta, args.checks)
+    report = report_of(args.directories, args.delta, args.checks, args.about)
     contents = {
         "privacy.json": json.dumps(report, indent=2),
         "privacy.html": as_html(report),
@@ -73,6 +83,9 @@ def _report(args: argparse.Namespace) -> int:
                 reason=error.strerror,
             )
         sys.stdout.write(f"{path}\n")
+    sys.stderr.writelines(
+        f"{x}\n" for x in (headline(report), *described_checkpoints(report))
+    )
     sys.stdout.writelines(f"{x}\n" for x in report["remarks"])
     return 1 if report["remarks"] else 0
 
@@ -81,6 +94,7 @@ def report_of(
     directories: Sequence[pathlib.Path],
     delta: float | None = None,
     files: Iterable[pathlib.Path] = (),
+    about: str = "",
 ) -> dict[str, Any]:
     """Everything that the documents show, for JSON."""
     # The names alone: the report goes to others.
@@ -112,7 +126,7 @@ def report_of(
         "checks": [checks.read(x, costs) for x in files],
         "versions": checks.versions(),
     }
-    return {"remarks": _remarks(report), **report}
+    return {"about": " ".join(about.split()), "remarks": _remarks(report), **report}
 
 
 def _remarks(report: dict[str, Any]) -> list[str]:

@@ -40,7 +40,8 @@ def _parameters(report: dict[str, Any]) -> str:
     return f"epsilon {epsilon}, delta {delta}"
 
 
-def _headline(report: dict[str, Any]) -> str:
+def headline(report: dict[str, Any]) -> str:
+    """The claim in one line."""
     return (
         f"Trained with differential privacy: {_parameters(report)}, for "
         f"{report['protected_unit']} of the training data"
@@ -63,14 +64,15 @@ def _meaning(report: dict[str, Any]) -> str:
 _SHOWN = (
     "selfcheck: the arithmetic on its device is as proved. canaries and memorization: "
     "an attack proves that epsilon is at least the number that is given, so that a "
-    "lower claim is false. replay: for the example that was tried, some steps showed "
-    "nothing but noisy gradients. A check that holds found no mistake, and proves no "
-    "claim."
+    "lower claim is false. replay and sums: for the examples that were tried, some "
+    "steps showed nothing but noisy gradients, and sums changed by no more than the "
+    "noise is for. A check that holds found no mistake, and proves no claim. None can "
+    "know which program made the model."
 )
 _WHETHER_FILES = {
     True: ", which its files have",
     False: ", WHICH ITS FILES DO NOT HAVE",
-    None: ", whose files were not there to compare",
+    None: ", NOT COMPARED: its files are not in the directory",
 }
 _WHOSE = {
     True: ", with the mechanism of these runs",
@@ -79,21 +81,28 @@ _WHOSE = {
 }
 
 
-def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """The questions of NIST SP 800-226, section by section, and their answers."""
-    steps = map(describe_steps, report["directories"])
-    hashes = [
+def described_checkpoints(report: dict[str, Any]) -> list[str]:
+    """The hash of each released checkpoint, and whether its files have it."""
+    return [
         f"{path}, step {x['step']}: {x['blake2b']}{_WHETHER_FILES[x['files_have_it']]}"
         for path, x in report["checkpoints"].items()
         if x
     ]
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The questions of NIST SP 800-226, section by section, and their answers."""
+    steps = map(describe_steps, report["directories"])
     checked = [
-        f"{x['file']} ({x['device']}): "
-        + (f"{x['passed']} of {x['number']} hold" if x["number"] else "none can fail")
-        + (f" ({', '.join(x['names'])})" if x["names"] else "")
-        + _WHOSE[x["of_these_runs"]]
+        (
+            f"Checks in {x['file']}, on {x['device']}",
+            (f"{x['passed']} of {x['number']} hold" if x["number"] else "none can fail")
+            + _WHOSE[x["of_these_runs"]]
+            + (f": {'; '.join(x['names'])}" if x["names"] else ""),
+        )
         for x in report["checks"]
     ]
+    about = [("What was trained", report["about"])] if report["about"] else []
     composition = "all runs that are named here add up"
     if report["epsilon_if_planned"] != report["epsilon"]:
         planned = digits_of(report["epsilon_if_planned"])
@@ -103,6 +112,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         for path, x in report["num_examples"].items()
     )
     return [
+        *about,
         ("Privacy parameters", _parameters(report)),
         ("Unit of privacy", report["protected_unit"]),
         ("Examples in the data", sizes),
@@ -115,11 +125,11 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("Steps that were paid for", "; ".join(steps)),
         ("Composition", composition),
         ("Accountant", report["accountant"]),
-        ("Released checkpoints (BLAKE2b)", "; ".join(hashes) or "none"),
         (
-            "Checks; none can know which program made the model",
-            "; ".join(checked) or "none were passed to this report",
+            "Released checkpoints (BLAKE2b)",
+            "; ".join(described_checkpoints(report)) or "none",
         ),
+        *(checked or [("Checks", "none were passed to this report")]),
         ("What checks show", _SHOWN),
         ("Software", ", ".join(map(" ".join, report["versions"].items()))),
     ]
@@ -138,7 +148,9 @@ def as_markdown(report: dict[str, Any]) -> str:
     """A section for a model card."""
 
     def table(head: str, rows: Iterable[tuple[str, str]]) -> str:
-        cells = [f"| {a} | {b} |" for a, b in rows]
+        cells = [
+            "| {} | {} |".format(*(x.replace("|", r"\|") for x in y)) for y in rows
+        ]
         return "\n".join([head, "| --- | --- |", *cells])
 
     def items(title: str, texts: Iterable[str]) -> str:
@@ -148,7 +160,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     parts = [
         "## Privacy",
         *report["remarks"],
-        f"{_headline(report)}. {_meaning(report)}",
+        f"{headline(report)}. {_meaning(report)}",
         table("| | |", _rows(report)),
         table(attacks, _attack_rows(report)),
         items("Assumed", ASSUMED),
@@ -209,7 +221,7 @@ def as_html(report: dict[str, Any]) -> str:
 
     head = "<tr><th>false positives</th><th>true positives, at most</th></tr>"
     return _PAGE.format(
-        headline=html.escape(_headline(report)),
+        headline=html.escape(headline(report)),
         remarks="".join(f"<p><b>{html.escape(x)}</b></p>" for x in report["remarks"]),
         meaning=html.escape(_meaning(report)),
         attacks=table(_attack_rows(report), head),

@@ -118,18 +118,26 @@ def test_checks_are_counted(directory, files):
     content, page, _, remarks = files("--checks", str(path))
     assert json.loads(content)["checks"][0]["passed"] == 1
     assert remarks == "A CHECK FAILED, see checks.json: the claim may be false.\n"
-    assert "checks.json (a &lt;b&gt;): 1 of 2 hold" in page
-    assert "(canaries: epsilon at least 2.800, claimed 4.000)" in page
+    assert "Checks in checks.json, on a &lt;b&gt;" in page
+    assert "1 of 2 hold: canaries: epsilon at least 2.800, claimed 4.000" in page
+
+
+def test_it_says_what_was_trained(files):
+    content, page, card, _ = files("--about", "A <small> model,\nfor a|b")
+    assert json.loads(content)["about"] == "A <small> model, for a|b"
+    assert "A &lt;small&gt; model, for a|b" in page
+    assert r"| What was trained | A <small> model, for a\|b |" in card
 
 
 def test_an_audit_that_cannot_fail_is_not_counted(directory, files):
     losses, is_in = np.arange(64.0), np.arange(64) % 2 == 0
     found = dpmp.audit.memorization(losses, is_in, delta=1e-5, claimed=8.0)
     path = directory / "memory.json"
+    found = dataclasses.replace(found, exposure=(1.0, [math.nan]))  # JSON has none
     dpmp.audit.save(path, memorization=found)
     content, page, *_ = files("--checks", str(path))
     assert json.loads(content)["checks"][0]["number"] == 0
-    assert "none can fail (memorization: epsilon at least" in page
+    assert "none can fail: memorization: epsilon at least" in page
     assert f"so few canaries show {found.largest_epsilon:.3f} at most" in page
 
 

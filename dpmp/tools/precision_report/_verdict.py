@@ -25,7 +25,7 @@ from dpmp.tools.precision_report._trials import SHARE_OF_NOISE, Trials
 # The numbers of parameters that are tried in float32.
 _TRIED = 1, 3, 10
 
-_WITH_AUTOCAST = " with autocast"
+_WITH_AUTOCAST, _WITH_PRODUCTS = " with autocast", " with products in "
 _FARTHEST = 10.0  # percentages beyond say nothing
 _SLOW = 1.2  # one measurement tells no smaller difference
 
@@ -92,6 +92,11 @@ class Verdict:
             text += (
                 " Products are too narrow here: compute those whose results are "
                 "subtracted or scaled up without autocast, or all of them."
+            )
+        elif not self.is_safe and _WITH_PRODUCTS in self.policy:
+            text += (
+                " All products were rounded: exempt some layers by products={...}, or "
+                "let layers take turns by rounded_share=0.5, which loses less."
             )
         elif not self.is_safe:
             text += (
@@ -227,5 +232,5 @@ def _verdict(trials: Trials, given: str | Policy) -> Verdict:
 
 def _name_of(policy: Policy) -> str:
     formats = dict.fromkeys(form for _, form in policy.products)
-    with_products = f" with products in {', '.join(formats)}" if formats else ""
+    with_products = f"{_WITH_PRODUCTS}{', '.join(formats)}" if formats else ""
     return policy.compute_dtype.name + with_products
