@@ -229,6 +229,7 @@ CALLS = {
         {"x": make(PADDED)},
         mechanism=trainer().mechanism,
         optimizer=optax.sgd(0.1),
+        policies=["mixed_bfloat16"],
     ),
     "autocast": lambda make: dpmp.autocast(loss)(PARAMS, {"x": make(PADDED)}),
     "lora.apply": lambda make: lora.apply(loss_with_adapters, BASE)(

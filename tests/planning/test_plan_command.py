@@ -138,6 +138,7 @@ def test_the_first_method_that_fits_is_chosen(scenario, capsys):
         ).init(scope.get("adapters", params))
 
 
+@pytest.mark.usefixtures("_without_search")
 def test_hours_follow_from_examples_a_second_without_a_model(capsys):
     text, figures = plan(
         capsys, "--rate", "40examples", "--batch-size", 1000, "--steps", 77
