@@ -132,6 +132,7 @@ def check_program(
     num_columns: int,
     takes_key: bool,
     compute_dtype: Any,
+    float32_paths: Sequence[str] = (),
     num_examples: int | None = None,
 ) -> None:
     """Checks the jaxpr of a loss, with parameters and then columns as arguments.
@@ -139,6 +140,7 @@ def check_program(
     The loss receives parameters and float inputs in `compute_dtype`. Raises ValueError
     if nothing reads the parameters or the batch, and warns of the other mistakes.
     `params` has the paths of the parameters; `num_examples` is None if it is private.
+    `float32_paths` are those of a policy that stores all parameters in float32.
     """
     read = interpreter.variables_read(jaxpr)
     all_read = set().union(*read)
@@ -199,7 +201,7 @@ def check_program(
             "See docs/recipes.md."
         )
     dtype = np.dtype(compute_dtype)
-    if dtype.itemsize == 2 and (rounded := _rounded_parameters(jaxpr, params)):
+    if float32_paths and (rounded := _rounded_parameters(jaxpr, params)):
         warn(
             "loss_fn rounds parameters to 16 bits that float32_paths keeps in float32: "
             f"{', '.join(rounded)}. Their layer has a dtype of its own. Give it "

@@ -239,7 +239,7 @@ class Step:
         args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
         keys = [jax.eval_shape(_model_key, np.zeros(4, np.uint32))]
         keys = keys if self.uses_prng_key else []
-        dtype, mechanism = self.policy.compute_dtype, self.mechanism
+        policy, mechanism = self.policy, self.mechanism
         check = functools.partial(
             losses.check_program,
             params=[
@@ -248,7 +248,8 @@ class Step:
             ],
             num_columns=len(jax.tree.leaves(args[1])),
             takes_key=self.uses_prng_key,
-            compute_dtype=dtype,
+            compute_dtype=policy.compute_dtype,
+            float32_paths=() if policy.stochastic_rounding else policy.float32_paths,
             num_examples=None if mechanism.hides_size else mechanism.num_examples,
         )
         loss_fn, drawn = self._loss_in_product_precision(state)
@@ -256,7 +257,7 @@ class Step:
         # Per-example gradients take more memory than all parameters do.
         is_lean = self.mechanism.method == "book_keeping"
         arg_specs = [x if is_lean else jax.P() for x in jax.tree.leaves(of_params)]
-        with losses.explained(args[1], dtype):
+        with losses.explained(args[1], policy.compute_dtype):
             loss_fn, constants, specs = transformations.hoist_constants(
                 loss_fn,
                 *args,

@@ -26,6 +26,7 @@ def check(loss_fn, *, policy="float32", uses_prng_key=False, float32_paths=()):
         num_columns=1,
         takes_key=uses_prng_key,
         compute_dtype=dtype,
+        float32_paths=float32_paths,
     )
     hoist_constants(loss_fn, *arrays, *key, check=checked)
 
