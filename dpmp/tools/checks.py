@@ -56,8 +56,8 @@ def save(path: str | pathlib.Path, **audits: Any) -> None:
 
     Args:
       path: the file, which replaces an existing one.
-      **audits: results of `canaries`, `replay`, `batches` or `memorization`, each by a
-        name for the file.
+      **audits: results of `canaries`, `replay`, `sums`, `batches` or `memorization`,
+        each by a name for the file.
 
     Raises:
       ValueError: if there is none, or something else.

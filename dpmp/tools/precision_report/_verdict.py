@@ -96,7 +96,7 @@ class Verdict:
         elif not self.is_safe and _WITH_PRODUCTS in self.policy:
             text += (
                 " All products were rounded: exempt some layers by products={...}, or "
-                "let layers take turns by rounded_share=0.5, which loses less."
+                "round half of them in a step by rounded_share=0.5, which loses less."
             )
         elif not self.is_safe:
             text += (
