@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import dp_accounting
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -409,8 +410,8 @@ class DPSGD:
         """Makes the transformation that adds noise to the output of `.clipped_grad`.
 
         The guarantee covers one `update` for each of `iterations` steps. `DPTrainer`
-        stops after these. So must a training loop of your own: more updates are refused
-        outside of `jax.jit` alone.
+        stops after these, and so must a training loop of your own: more updates are
+        refused, or NaN under `jax.jit`.
 
         Args:
           prng_key: see `noise_addition.gaussian_privatizer`.
@@ -457,7 +458,11 @@ class DPSGD:
                 "the claim is for. Plan more of them before the run starts.",
                 iterations=self.iterations,
             )
-            return privatizer.update(updates, state, params)
+            noisy, state = privatizer.update(updates, state, params)
+            if isinstance(made, jax.core.Tracer):
+                is_covered = made < self.iterations
+                noisy = jax.tree.map(lambda x: jnp.where(is_covered, x, jnp.nan), noisy)
+            return noisy, state
 
         return optax.GradientTransformation(privatizer.init, update)
 

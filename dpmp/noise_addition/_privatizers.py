@@ -62,7 +62,7 @@ def gaussian_privatizer(
     """Adds independent Gaussian noise to every entry of a sum of clipped gradients.
 
     >>> privatizer = gaussian_privatizer(stddev=1.0, prng_key=jax.random.key(0))
-    >>> sum_of_clipped_grads = {"w": jnp.zeros(3, jnp.bfloat16)}
+    >>> sum_of_clipped_grads = {"w": jnp.zeros(3)}
     >>> noise_state = privatizer.init(sum_of_clipped_grads)
     >>> noisy_grads, noise_state = privatizer.update(sum_of_clipped_grads, noise_state)
     >>> print(noisy_grads["w"].dtype, noise_state.step)

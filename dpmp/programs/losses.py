@@ -223,7 +223,8 @@ def check_program(
             f'of Keras do until keras.config.set_dtype_policy("mixed_{dtype.name}") is '
             "called before they are made, and as layers with a dtype of their own do "
             "(nnx.Embed of Flax has float32: pass its dtype). Or it combines them with "
-            "frozen arrays or random numbers of a wider dtype, which can be cast. For "
+            "frozen arrays or random numbers of a wider dtype, which can be cast, or "
+            "does not cast back the result of a layer in float32_paths. For "
             'any other loss, use policy="float32", with dpmp.autocast(loss_fn) if '
             f"products in {dtype.name} are meant."
         )

@@ -129,6 +129,8 @@ def _name_of(result: Mapping[str, Any]) -> str:
         name += f": epsilon at least {bound:.3f}"
     if isinstance(claimed := result.get("claimed"), float):
         name += f", claimed {claimed:.3f}"
+    if result.get("has_preparation") is False:
+        name += " (not of what was made from the data before)"
     if not _can_fail(result):
         name += f", and so few canaries show {result['largest_epsilon']:.3f} at most"
     return name

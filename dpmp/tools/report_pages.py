@@ -67,7 +67,7 @@ _SHOWN = (
     "lower claim is false. replay and sums: for the examples that were tried, some "
     "steps showed nothing but noisy gradients, and sums changed by no more than the "
     "noise is for. A check that holds found no mistake, and proves no claim. None can "
-    "know which program made the model."
+    "know which program made the model, nor whose losses memorization was given."
 )
 _WHETHER_FILES = {
     True: ", which its files have",

@@ -424,6 +424,11 @@ def test_no_update_is_made_after_the_last_step():
         _, state = privatizer.update(sums, state)
     with pytest.raises(ValueError, match="at most one update for each of the iterat"):
         privatizer.update(sums, state)
+    compiled, state = jax.jit(privatizer.update), privatizer.init(jnp.zeros(3))
+    for is_covered in (True, True, False):
+        noisy, state = compiled(sums, state)
+        assert np.isfinite(noisy).all() == is_covered
+        assert np.isnan(noisy).all() != is_covered
 
 
 # Without privacy.

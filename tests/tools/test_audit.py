@@ -209,6 +209,7 @@ def test_a_run_reveals_nothing_but_noisy_gradients(pair):
     assert 0 < found.largest_change <= 1
     assert found.passed
     assert "Nothing else differs" in str(found)
+    assert "before was not under audit" in " ".join(str(found).split())
 
 
 @pytest.mark.slow
@@ -298,6 +299,7 @@ def test_what_a_run_prepares_from_its_data_is_compared(prepare, found):
     seen = replay(2.0, prepare=prepare)
     assert set(found) <= set(seen.differs)
     assert seen.passed == (not found)
+    assert "under audit" not in str(seen)
 
 
 @pytest.mark.parametrize("leaks", [False, True])
@@ -325,7 +327,7 @@ def test_arguments_of_a_replay_are_checked():
         audit.replay(trainer, {}, {}, index=4096)
     with pytest.raises(ValueError, match="plan at least as many steps"):
         audit.replay(trainer, {}, {}, steps=13)
-    with pytest.raises(ValueError, match="must have a neighbour to prepare it for"):
+    with pytest.raises(ValueError, match="must have another dataset to prepare it"):
         audit.replay(lambda data: (trainer, data, None), {}, {})
     with pytest.raises(ValueError, match="must return the trainer, the data and the"):
         audit.replay(lambda data: trainer, {}, {}, neighbour={})

@@ -381,3 +381,9 @@ def test_a_clash_of_dtypes_is_reported_with_its_line(fun, message, differentiate
 def test_an_error_that_float32_has_too_is_raised():
     with pytest.raises(TypeError, match="dot_general"):
         precision_report(lambda w, x: jnp.sum(w @ x), jnp.ones((3, 4)), jnp.ones(5))
+
+
+def test_a_policy_whose_layers_take_turns_has_a_report():
+    options = {"products": "int8_forward", "rounded_share": 0.5}
+    policy = Policy(jnp.float32, jnp.bfloat16, **options)
+    assert "gradient sum" in _kinds(_in_scan, _W, _X, policy=policy)

@@ -43,11 +43,14 @@ class ReplayAudit:
       largest_change: the largest change of a sum, over the change that is allowed.
       differs: what else was different in the second run, in words.
       mechanism: what a step of the mechanism costs; "" if that is private.
+      has_preparation: whether a function prepared both runs, so that what it took from
+        the data was under audit.
     """
 
     largest_change: float
     differs: tuple[str, ...]
     mechanism: str
+    has_preparation: bool
 
     @property
     def passed(self) -> bool:
@@ -58,6 +61,11 @@ class ReplayAudit:
         verdict = "Nothing else differs." if not self.differs else "These differ too:"
         if not self.largest_change:
             verdict += " Choose an example with a gradient, which tells more."
+        if not (self.differs or self.has_preparation):
+            verdict += (
+                " What the trainer and callbacks took from the data before was not "
+                "under audit: pass a function that prepares the run."
+            )
         change = "FALSE" if self.largest_change > 1 + ROUNDING else "as claimed"
         head = _plain_text.paragraph(
             f"One example changes the sum of clipped gradients by at most "
@@ -116,10 +124,15 @@ def replay(
     """
     prepare = _preparation(trainer, callback)
     _validate.require(
-        prepare is not trainer or (neighbour is not None and callback is None),
-        "a function that prepares the run must have a neighbour to prepare it for, and "
-        "return the callback. Pass neighbour=, and leave callback out.",
-        neighbour=neighbour,
+        prepare is not trainer or neighbour is not None,
+        "a function that prepares the run must have another dataset to prepare it for. "
+        "Pass neighbour=, with another example at index.",
+        neighbour=None,
+    )
+    _validate.require(
+        prepare is not trainer or callback is None,
+        "a function that prepares the run must return the callback. Leave callback= "
+        "out.",
         callback=callback,
     )
     _validate.require(
@@ -207,7 +220,12 @@ def replay(
     allowed = contribution * (1 if neighbour is None else 2)
     if any(changes[1::2]):
         differs.insert(0, "the sum of a step without the example")
-    return ReplayAudit(max(changes) / allowed, tuple(differs), name_of(mechanism))
+    return ReplayAudit(
+        max(changes) / allowed,
+        tuple(differs),
+        name_of(mechanism),
+        has_preparation=prepare is trainer,
+    )
 
 
 def _preparation(trainer: Any, callback: Callback) -> Callable[..., Any]:

@@ -81,7 +81,8 @@ def precision_report(
     policy = Policy.parse(policy)
     shapes = jax.eval_shape(lambda *args: cast(args, policy), *args)
     # Rounding of products rewrites the program, which loses the lines of its source.
-    plain = dataclasses.replace(policy, products=None).in_product_precision(fun)
+    unrounded = dataclasses.replace(policy, products=None, rounded_share=1.0)
+    plain = unrounded.in_product_precision(fun)
     fun_name = getattr(fun, "__name__", type(fun).__name__)
     try:
         found = _find(plain, args, shapes, differentiate)
