@@ -115,10 +115,10 @@ def gaussian_privatizer(
 
     Raises:
       ValueError: if `stddev` is negative or infinite, `l2_sensitivity` is not positive,
-        `prng_key` is not a jax key, a leaf is not a float array, `init` is called under
-        `jax.jit` without a key, the noise has more than four million units of the grid,
-        `update` is called inside `jax.shard_map` or `jax.pmap`, or the `stddev` for a
-        float sum is not from 1e-24 to 1e30.
+        `prng_key` is not a jax key, a leaf is not a float array of 32 bits or more,
+        `init` is called under `jax.jit` without a key, the noise has more than four
+        million units of the grid, `update` is called inside `jax.shard_map` or
+        `jax.pmap`, or the `stddev` for a float sum is not from 1e-24 to 1e30.
 
     References:
       [Canonne, Kamath, Steinke: The discrete Gaussian for differential

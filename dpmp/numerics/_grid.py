@@ -119,6 +119,13 @@ def check_before_noise(leaf: Sum, number: int) -> None:
         dtype=dtype.name,
         fix="Add noise to the output of clipped_grad, before any other operation.",
     )
+    _validate.require(
+        dtype.itemsize >= 4,
+        "sums must have at least 32 bits until noise is added: the sensitivity does "
+        "not cover the rounding of a cast. Cast what the privatizer returns.",
+        leaf=number,
+        dtype=dtype.name,
+    )
 
 
 def round_to_grid(leaf: Sum, unit: float) -> GridArray:
