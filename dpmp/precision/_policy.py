@@ -195,11 +195,16 @@ class Policy:
         return _stochastic_rounding.round_like(sums, params, prng_key)
 
     @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats of few bits that products have."""
+        forms = dict.fromkeys(form for _, form in self.products)
+        return tuple(x for x in forms if x != _rules.UNROUNDED)
+
+    @property
     def is_emulated(self) -> bool:
         """Whether this device takes rounded products in a wider dtype."""
-        forms = {form for _, form in self.products} - {_rules.UNROUNDED}
-        can_be_native = forms == {"float8"} and self.rounded_share == 1
-        return bool(forms) and not (can_be_native and float8.is_native())
+        can_be_native = self.formats == ("float8",) and self.rounded_share == 1
+        return bool(self.formats) and not (can_be_native and float8.is_native())
 
     def draw_rounded(self, step: jax.Array, params: PyTree) -> jax.Array | None:
         """Draws which parameters have rounded products in a step; None for all.

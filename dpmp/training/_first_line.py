@@ -16,7 +16,8 @@ from dpmp.training._step import Step
 def first_line(step: Step, state: TrainingState, load: Load) -> str:
     """Returns the line, which depends on the mechanism and on shapes."""
     mechanism, size = step.mechanism, "as many examples as fit"
-    computed_in = step.policy.compute_dtype.name
+    policy = step.policy
+    computed_in = policy.compute_dtype.name
     # If the loss or the dataset fails, the first step raises a better error.
     with contextlib.suppress(Exception):
         rows, padded = load(np.zeros(0, np.int64)), mechanism.padded_batch_size
@@ -25,6 +26,9 @@ def first_line(step: Step, state: TrainingState, load: Load) -> str:
         )
         size = f"up to {step.microbatch_size(state, batch)} of {padded} padded rows"
         computed_in += _share_of_products(step, state, batch)
+    if policy.formats:
+        share = f"{policy.rounded_share:.0%} of " if policy.rounded_share < 1 else ""
+        computed_in += f" with {share}products in {', '.join(policy.formats)}"
     why = " (the fastest with a proof)" if mechanism.has_default_method else ""
     num_trained = sum(x.size for x in jax.tree.leaves(state.params))
     return (
@@ -38,17 +42,13 @@ def _share_of_products(step: Step, state: TrainingState, batch: PyTree) -> str:
     """How many products of the loss a policy of 16 bits has, if it has not all."""
     if step.policy.compute_dtype.itemsize > 2:
         return ""
-    one = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), batch
-    )
+
+    def example_args(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        one = jax.tree.map(lambda x: x[:1], batch)
+        return step.policy.cast_to_compute(params), step.policy.cast_inputs(one)
+
+    args = jax.eval_shape(example_args, *_meshes.shapes((state.params, batch)))
     keys = (jax.random.key(0),) if step.uses_prng_key else ()
-    args = jax.eval_shape(
-        lambda params, batch: (
-            step.policy.cast_to_compute(params),
-            step.policy.cast_inputs(batch),
-        ),
-        *_meshes.shapes((state.params, one)),
-    )
     jaxpr, _ = interpreter.trace(step.loss_fn, *args, *keys)
     narrow = losses.are_narrow(bodies.equations(jaxpr.jaxpr))
     return "" if all(narrow) else f" ({sum(narrow)} of {len(narrow)} products)"

@@ -135,6 +135,41 @@ def test_a_recorded_value_is_that_of_its_step(trainer):
     assert report.take_lines() == []
 
 
+@pytest.mark.filterwarnings("ignore:products of few bits")
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({}, "loss in bfloat16, "),
+        ({"float32_paths": ("b",)}, "loss in bfloat16 (1 of 2 products), "),
+        (
+            {"products": {"a": "int8", "": "compute"}, "rounded_share": 0.5},
+            "loss in bfloat16 with 50% of products in int8, ",
+        ),
+    ],
+)
+def test_the_first_line_says_how_products_are_computed(options, shown, capsys):
+    def loss(params, x):
+        hidden = x @ params["a"]
+        last = params["b"]
+        return jnp.mean((hidden.astype(last.dtype) @ last).astype(jnp.float32) ** 2)
+
+    trainer = dpmp.DPTrainer(
+        mechanism=dpmp.DPSGD(
+            num_examples=64,
+            expected_batch_size=16,
+            iterations=1,
+            l2_clip_norm=1.0,
+            noise_multiplier=1.0,
+        ),
+        loss_fn=loss,
+        optimizer=optax.sgd(0.1),
+        policy=dpmp.Policy(jnp.float32, jnp.bfloat16, **options),
+    )
+    params = {"a": jnp.ones((3, 4)), "b": jnp.ones(4)}
+    trainer.fit(trainer.init(params), np.ones((64, 3), np.float32))
+    assert shown in capsys.readouterr().err
+
+
 def test_a_line_shows_the_values_of_the_last_release(trainer):
     """Also if the release was between two lines."""
     mechanism = dataclasses.replace(trainer.mechanism, iterations=60)

@@ -231,6 +231,6 @@ def _verdict(trials: Trials, given: str | Policy) -> Verdict:
 
 
 def _name_of(policy: Policy) -> str:
-    formats = dict.fromkeys(form for _, form in policy.products)
-    with_products = f"{_WITH_PRODUCTS}{', '.join(formats)}" if formats else ""
+    formats = ", ".join(policy.formats)
+    with_products = f"{_WITH_PRODUCTS}{formats}" if formats else ""
     return policy.compute_dtype.name + with_products
