@@ -179,7 +179,8 @@ class Policy:
           prng_key: a key for this update alone. `stochastic_rounding` without a key
             raises ValueError, and so do parameters in a narrower dtype.
         """
-        widths = [x.dtype.itemsize for x in jax.tree.leaves(params) if _is_float(x)]
+        floats = [x for x in jax.tree.leaves(params) if _is_float(x)]
+        widths = [jnp.result_type(x).itemsize for x in floats]
         _validate.require(
             min(widths, default=8) >= self.param_dtype.itemsize,
             f"params must be the stored ones, in {self.param_dtype.name}: small "
@@ -268,10 +269,11 @@ class Policy:
     def _warn_of_rules(self, rules: Sequence[tuple[str, str]]) -> None:
         shown = ", ".join(f"{path!r}: {form!r}" for path, form in rules)
         warn(
-            f"no product of the loss is rounded by products={{{shown}}}. An operand is "
-            f"wider than {self.compute_dtype.name} in all of them, as behind a layer "
-            "in float32 whose result is not cast back, or they are in a function with "
-            "derivatives of its own."
+            f"no product of the loss is rounded by products={{{shown}}}. Either an "
+            f"operand is wider than {self.compute_dtype.name} in all of them, as "
+            "behind a layer in float32 whose result is not cast back; or they are in a "
+            "function with derivatives of its own; or no product has this parameter "
+            "itself."
         )
 
 

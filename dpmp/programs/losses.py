@@ -201,22 +201,21 @@ def check_program(
             "See docs/recipes.md."
         )
     dtype = np.dtype(compute_dtype)
-    if float32_paths and (rounded := _rounded_parameters(jaxpr, params)):
+    is_narrow = dtype.itemsize == 2
+    if is_narrow and float32_paths and (rounded := _rounded_parameters(jaxpr, params)):
         warn(
             "loss_fn rounds parameters to 16 bits that float32_paths keeps in float32: "
             f"{', '.join(rounded)}. Their layer has a dtype of its own. Give it "
             "dtype=jnp.float32, or leave the paths out."
         )
-    if dtype.itemsize == 2 and any(
-        _is_cast_to_integers(x, columns) for x in jaxpr.eqns
-    ):
+    if is_narrow and any(_is_cast_to_integers(x, columns) for x in jaxpr.eqns):
         last = 2 ** (jnp.finfo(dtype).nmant + 1)
         warn(
             "loss_fn casts a column of floats to integers. The policy has rounded it "
             f"to {dtype.name}, in which most whole numbers above {last} do not exist: "
             "tokens or labels would be others. Make it a column of integers."
         )
-    if dtype.itemsize == 2 and (narrow := are_narrow(eqns)) and not any(narrow):
+    if is_narrow and (narrow := are_narrow(eqns)) and not any(narrow):
         warn(
             f"loss_fn computes no product in {dtype.name}, though the policy says so. "
             "Either it casts the parameters or inputs back to a wider dtype, as models "

@@ -95,7 +95,7 @@ def read(path: pathlib.Path, costs: Set[str]) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text())
-        passed = [bool(x["passed"]) for x in content["results"] if _can_fail(x)]
+        passed = [bool(x["passed"]) for x in content["results"] if _counts(x)]
         names = dict.fromkeys(filter(None, map(_name_of, content["results"])))
         where = str(content["device"])
         mechanisms = {str(x.get("mechanism", "")) for x in content["results"]} - {""}
@@ -116,10 +116,12 @@ def read(path: pathlib.Path, costs: Set[str]) -> dict[str, Any]:
     }
 
 
-def _can_fail(result: Mapping[str, Any]) -> bool:
-    """Whether an audit with so few canaries can contradict so large a claim."""
+def _counts(result: Mapping[str, Any]) -> bool:
+    """Whether a check has failed, or could have with so few canaries."""
     claimed, largest = (result.get(x) for x in ("claimed", "largest_epsilon"))
-    return largest is None or (isinstance(claimed, float) and claimed <= largest)
+    if largest is None or not result["passed"]:
+        return True
+    return isinstance(claimed, int | float) and claimed <= largest
 
 
 def _name_of(result: Mapping[str, Any]) -> str:
@@ -131,6 +133,8 @@ def _name_of(result: Mapping[str, Any]) -> str:
         name += f", claimed {claimed:.3f}"
     if result.get("has_preparation") is False:
         name += " (not of what was made from the data before)"
-    if not _can_fail(result):
-        name += f", and so few canaries show {result['largest_epsilon']:.3f} at most"
+    if not _counts(result):
+        shown = f"so few canaries show {result['largest_epsilon']:.3f} at most"
+        has_claim = isinstance(claimed, int | float)
+        name += f", and {shown}" if has_claim else ", and no claim was tested"
     return name

@@ -117,6 +117,7 @@ def test_it_finds_the_quantile(method, arithmetic, quantile):
     adaptive = AdaptiveClipNorm(initial=0.1, quantile=quantile, learning_rate=0.5)
     mechanism = _mechanism(
         expected_batch_size=400,
+        iterations=60,
         l2_clip_norm=adaptive,
         noise_multiplier=0.5,
         method=method,

@@ -282,6 +282,17 @@ def _with_a_clip_norm(make_trainer, data):
     return make_trainer(l2_clip_norm=float(data["x"].max())), data, None
 
 
+def _that_prints(make_trainer, data):
+    print(data["x"].mean())
+    return make_trainer(), data, None
+
+
+def _that_fails(make_trainer, data):
+    if data["x"].max() < 5:
+        raise RuntimeError("no large example")
+    return make_trainer(), data, None
+
+
 OF_SUMS = ("the sum of a step without the example",)
 
 
@@ -293,6 +304,7 @@ OF_SUMS = ("the sum of a step without the example",)
         (_with_statistics, OF_SUMS),
         (_with_a_mean_in_the_loss, OF_SUMS),
         (_with_a_clip_norm, ("the mechanism",)),
+        (_that_prints, ("the text it prints",)),
     ],
 )
 def test_what_a_run_prepares_from_its_data_is_compared(prepare, found):
@@ -319,6 +331,22 @@ def test_files_of_callbacks_are_compared(tmp_path, leaks):
     assert (tmp_path / "mine").exists()
 
 
+def test_a_preparation_may_fail_write_or_share(tmp_path):
+    assert "the error" in replay(9.0, prepare=_that_fails).differs
+
+    def writes(make_trainer, data):
+        (tmp_path / "sizes").write_text(str(len(data["x"])))
+        return make_trainer(), data, None
+
+    assert replay(2.0, prepare=writes, files=tmp_path).passed
+    shared = {}
+
+    def shares(make_trainer, data):
+        return shared.setdefault("trainer", make_trainer()), data, None
+
+    assert not replay(2.0, prepare=shares).has_preparation
+
+
 def test_arguments_of_a_replay_are_checked():
     trainer = dpmp.DPTrainer(
         mechanism=mechanism(), loss_fn=loss, optimizer=optax.sgd(1), policy="float32"
@@ -330,7 +358,7 @@ def test_arguments_of_a_replay_are_checked():
     with pytest.raises(ValueError, match="must have another dataset to prepare it"):
         audit.replay(lambda data: (trainer, data, None), {}, {})
     with pytest.raises(ValueError, match="must return the trainer, the data and the"):
-        audit.replay(lambda data: trainer, {}, {}, neighbour={})
+        audit.replay(lambda _: trainer, {}, data(), index=EXAMPLE, neighbour=data(2.0))
     with pytest.raises(ValueError, match="trainer must be a DPTrainer, or a function"):
         audit.replay("trainer", {}, {})
 

@@ -140,19 +140,10 @@ def replay(
         "params must be the initial parameters. Pass what trainer.init is given.",
         type="TrainingState",
     )
-    # In this order, a source that remembers has not seen the example in the first run.
-    other = _prepared(prepare, source if neighbour is None else neighbour)
-    mechanism = other[0].mechanism
     steps = _validate.integer_in(
         range(2, 2**30),
         "steps must be an integer of at least 2. In step 2, the example takes no part.",
         steps=steps,
-    )
-    index = _validate.integer_in(
-        range(mechanism.num_examples),
-        "index must be the number of an example. Use 0 to "
-        f"{mechanism.num_examples - 1}.",
-        index=index,
     )
     _validate.require(
         _may_be_neighbour(source, neighbour, index),
@@ -160,15 +151,6 @@ def replay(
         "ones at all others. Pass the index in which the two differ.",
         index=index,
     )
-    _validate.require(
-        mechanism.is_private and steps <= mechanism.iterations,
-        "the mechanism must be private, and plan at least as many steps",
-        noise_multiplier=mechanism.noise_multiplier,
-        iterations=mechanism.iterations,
-        steps=steps,
-        fix="Use mechanism.calibrate(epsilon=, delta=), or fewer steps.",
-    )
-
     folder = None if files is None else pathlib.Path(files)
     _validate.require(
         folder is None or (folder.is_dir() and not any(folder.glob("*"))),
@@ -176,28 +158,30 @@ def replay(
         files=str(folder),
     )
 
-    def run(trainer: DPTrainer, data: Any, callback: Callback, tape: Tape) -> Tape:
-        tape.add("the mechanism", repr(trainer.mechanism))
-        audited = DPTrainer(
-            mechanism=_taped(trainer.mechanism, tape),
-            loss_fn=tape.counting(trainer.loss_fn),
-            optimizer=trainer.optimizer,
-            policy=trainer.policy,
-            uses_prng_key=trainer.uses_prng_key,
-            loss_scale=trainer.loss_scale,
-            prng_key=jax.random.key(0),
-        )
-
-        def released(state: TrainingState) -> Any:
-            tape.add("the state", state._replace(spent=None))
-            returned = callback(state) if callback else None
-            tape.add("the return value of the callback", returned)
-            return returned
-
+    def run(data: Any, tape: Tape) -> Tape:
         with tape.watching():
+            trainer, rows, callback = tape.run = _prepared(prepare, data)
+            _check(trainer.mechanism, index, steps)
+            tape.add("the mechanism", repr(trainer.mechanism))
+            audited = DPTrainer(
+                mechanism=_taped(trainer.mechanism, tape),
+                loss_fn=tape.counting(trainer.loss_fn),
+                optimizer=trainer.optimizer,
+                policy=trainer.policy,
+                uses_prng_key=trainer.uses_prng_key,
+                loss_scale=trainer.loss_scale,
+                prng_key=jax.random.key(0),
+            )
+
+            def released(state: TrainingState) -> Any:
+                tape.add("the state", state._replace(spent=None))
+                returned = callback(state) if callback else None
+                tape.add("the return value of the callback", returned)
+                return returned
+
             audited.fit(
                 audited.init(params),
-                data,
+                rows,
                 stop_at=steps,
                 callback=released,
                 sensitive_callback=sensitive_callback,
@@ -208,23 +192,47 @@ def replay(
             tape.add("a file", _taken(folder))
         return tape
 
-    first = run(*other, Tape(index, is_in=neighbour is not None))
-    second = run(*_prepared(prepare, source), Tape(index, is_in=True, first=first))
+    # In this order, a source that remembers has not seen the example in the first run.
+    other = source if neighbour is None else neighbour
+    first = run(other, Tape(index, is_in=neighbour is not None))
+    second = run(source, Tape(index, is_in=True, first=first))
     differs = first.differences(second)
     if first.error is not None and "the error" not in differs:
         raise first.error
     pairs = zip(first.sums, second.sums, strict=False)
     changes = [float(np.linalg.norm(a - b)) for a, b in pairs] or [math.inf]
+    mechanism = next(x.run[0].mechanism for x in (first, second) if x.run)
     contribution = mechanism.stddev / (mechanism.noise_multiplier or math.nan)
     # A neighbour leaves one example out, and puts another one in.
     allowed = contribution * (1 if neighbour is None else 2)
     if any(changes[1::2]):
         differs.insert(0, "the sum of a step without the example")
+    # What both runs share was made before, from data that both have seen.
+    shared = [
+        x is y for x, y in zip(first.run or (), second.run or (), strict=False) if x
+    ]
     return ReplayAudit(
         max(changes) / allowed,
         tuple(differs),
         name_of(mechanism),
-        has_preparation=prepare is trainer,
+        has_preparation=not any(shared) and sensitive_callback is None,
+    )
+
+
+def _check(mechanism: DPSGD, index: int, steps: int) -> None:
+    _validate.integer_in(
+        range(mechanism.num_examples),
+        "index must be the number of an example. Use 0 to "
+        f"{mechanism.num_examples - 1}.",
+        index=index,
+    )
+    _validate.require(
+        mechanism.is_private and steps <= mechanism.iterations,
+        "the mechanism must be private, and plan at least as many steps",
+        noise_multiplier=mechanism.noise_multiplier,
+        iterations=mechanism.iterations,
+        steps=steps,
+        fix="Use mechanism.calibrate(epsilon=, delta=), or fewer steps.",
     )
 
 

@@ -80,7 +80,8 @@ def sums(
       batch: arrays with an axis of B examples, 3 or more. Extreme examples find most:
         huge ones, and some without a gradient. Ten to a hundred are enough.
       sensitivity: what the noise is for, in the unit of the sum: its standard deviation
-        over the noise multiplier, which is `clipped_grad(...).sensitivity()`.
+        over the noise multiplier. The `.sensitivity()` of the function that computes
+        the sum is the same, unless noise and sum are for different clip norms.
 
     Returns:
       The largest change, and whether padding changes anything.

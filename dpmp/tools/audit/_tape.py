@@ -24,6 +24,7 @@ class Tape:
         self.index, self.is_in, self._first = index, is_in, first
         self.sums: list[np.ndarray] = []  # of each step in one vector, sensitive
         self.error: Exception | None = None
+        self.run: tuple[Any, Any, Any] | None = None  # trainer, data and callback
         self._noisy: list[list[np.ndarray]] = []
         self._seen: dict[str, list[Any]] = collections.defaultdict(list)
         self._num_traces = 0
