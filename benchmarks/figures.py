@@ -363,7 +363,7 @@ def _few_bits() -> list[Passage]:
         f"bfloat16, float16, float8, MXFP8 and int8 cost at most {max(found):.1f} %",
         f"NVFP4 costs {images[0]} of accuracy on images at epsilon 1, and {images[1]} "
         "without privacy",
-        f"On text, it costs {text[0]} and {text[1]}",
+        f"On text, NVFP4 costs {text[0]} at epsilon 1 and {text[1]} without privacy",
         f"it costs {images[2]} on images and {text[2]} on text, at epsilon 1",
     ]
     of_static, of_rotating = (
@@ -376,8 +376,9 @@ def _few_bits() -> list[Passage]:
         for row in ("nvfp4", "nvfp4, rotating")
     )
     texts.append(
-        f"it costs {of_static[0]} at epsilon 8 and {of_static[1]} without privacy, "
-        f"and with the coin {of_rotating[0]} and {of_rotating[1]}"
+        f"the loss under NVFP4 is {of_static[0]} above that under bfloat16 at epsilon "
+        f"8, and {of_static[1]} without privacy. With the coin, which all frozen "
+        f"matrices share, it is {of_rotating[0]} and {of_rotating[1]} above"
     )
     of_others = (
         few_bits("SmolLM2 adapters", "none", row, "mixed_bfloat16")
