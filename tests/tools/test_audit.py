@@ -339,6 +339,12 @@ def test_a_preparation_may_fail_write_or_share(tmp_path):
         return make_trainer(), data, None
 
     assert replay(2.0, prepare=writes, files=tmp_path).passed
+
+    def never(make_trainer, data):
+        raise RuntimeError(str(data["x"].max()))
+
+    with pytest.raises(RuntimeError):
+        replay(9.0, prepare=never)
     shared = {}
 
     def shares(make_trainer, data):

@@ -91,7 +91,7 @@ def sums(
     """
     _validate.function("batch", "is_padding_example", sum_of_batch=sum_of_batch)
     sensitivity = _validate.positive(
-        sensitivity=sensitivity, fix="Use clipped_grad(...).sensitivity()."
+        sensitivity=sensitivity, fix="Use stddev / noise_multiplier of the noise."
     )
     rows = {len(x) if np.ndim(x) else 0 for x in jax.tree.leaves(batch)}
     size = rows.pop() if len(rows) == 1 else 0
