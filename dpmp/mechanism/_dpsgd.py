@@ -355,7 +355,7 @@ class DPSGD:
           add noise to it with `.privatizer`, and then split it with `.split`.
           It raises ValueError without `is_padding_example`, because a padded batch
           repeats one of its examples, which would count once for each row of padding;
-          and for as many rows as the dataset has, if its batches are smaller.
+          and for more rows than `padded_batch_size`.
         """
         _validate.require(
             kwargs.get("nan_safe", True),
@@ -393,12 +393,13 @@ class DPSGD:
                 fix="With padded = pad_indices(indices, mechanism.padded_batch_size), "
                 "pass is_padding_example=padded < 0.",
             )
-            is_whole = np.size(is_padding_example) >= self.num_examples
+            # Without the number of rows, which is sensitive where nothing was padded.
             _validate.require(
-                not is_whole or self.padded_batch_size >= self.num_examples,
-                "a batch must be drawn, and be smaller than the dataset. Draw indices "
-                "by mechanism.batch_selection_strategy, and pad them to "
+                np.size(is_padding_example) <= self.padded_batch_size,
+                "a batch must be drawn, and have at most padded_batch_size rows. Draw "
+                "indices by mechanism.batch_selection_strategy, and pad them to "
                 "mechanism.padded_batch_size.",
+                padded_batch_size=self.padded_batch_size,
             )
             return unmasked.fun(*args, is_padding_example=is_padding_example, **kwargs)
 

@@ -225,8 +225,15 @@ class Policy:
         """Applies `matmul_precision` and `products` to `fun` and its gradient.
 
         The first argument of `fun` has the parameters. `is_rounded` comes from
-        `draw_rounded`; None rounds all products that have a format.
+        `draw_rounded`; None rounds all products that have a format, and warns if
+        `rounded_share` says otherwise.
         """
+        if self.products and self.rounded_share < 1 and is_rounded is None:
+            warn(
+                f"rounded_share={self.rounded_share} has no effect without coins: all "
+                "products with a format are rounded. Pass in_product_precision(fun, "
+                "policy.draw_rounded(step, params)), made anew in each step."
+            )
         if self.products:
             fun = self._with_rounded_products(fun, is_rounded)
         if self.matmul_precision is None:

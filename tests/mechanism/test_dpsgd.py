@@ -395,7 +395,7 @@ def test_clipping_options_reach_clipped_grad():
     with pytest.raises(ValueError, match="microbatch_size"):
         grad_fn(1.0, jnp.ones((3, 2)), jnp.zeros(2), is_padding_example=mask[:3])
     batch, mask = jnp.ones((1000, 2)), np.zeros(1000, bool)
-    with pytest.raises(ValueError, match="must be drawn, and be smaller than the data"):
+    with pytest.raises(ValueError, match="must be drawn, and have at most padded"):
         grad_fn(1.0, batch, jnp.zeros(2), is_padding_example=mask)
     with pytest.raises(ValueError, match="must come with is_padding_example"):
         grad_fn(1.0, jnp.ones((4, 2)), jnp.zeros(2))

@@ -377,6 +377,8 @@ def test_a_share_of_the_parameters_is_drawn_anew_for_each_step():
     assert np.std(np.mean(drawn, axis=0)) > 0.03
     assert len({x.tobytes() for x in drawn}) == 40
     np.testing.assert_array_equal(drawn[3], policy.draw_rounded(3, params))
+    with pytest.warns(UserWarning, match="has no effect without coins"):
+        policy.in_product_precision(jnp.sum)
 
 
 @pytest.mark.slow

@@ -59,7 +59,8 @@ def precision_report(
       *args: the arguments of `fun`: parameters first, then data, in the shapes of
         training. For the loss of one example that is a batch of one. If a
         `jax.ShapeDtypeStruct` takes the place of an array, nothing is compared.
-      policy: a policy or the name of one. It casts arguments as `DPTrainer` does.
+      policy: a policy or the name of one. It casts arguments as `DPTrainer` does. With
+        a `rounded_share`, all products that have a format are rounded.
       differentiate: whether to analyse the gradient too, and compare with float32.
       loss_scale: the factor of the loss in the comparison, a power of two.
       reference: the function to compare with, in float32; `fun` by default, and `loss`
@@ -78,10 +79,10 @@ def precision_report(
     args = as_device_dtypes(args)
     loss_scaling.check(loss_scale)
     name = policy if isinstance(policy, str) else policy.compute_dtype.name
-    policy = Policy.parse(policy)
+    policy = dataclasses.replace(Policy.parse(policy), rounded_share=1.0)
     shapes = jax.eval_shape(lambda *args: cast(args, policy), *args)
     # Rounding of products rewrites the program, which loses the lines of its source.
-    unrounded = dataclasses.replace(policy, products=None, rounded_share=1.0)
+    unrounded = dataclasses.replace(policy, products=None)
     plain = unrounded.in_product_precision(fun)
     fun_name = getattr(fun, "__name__", type(fun).__name__)
     try:

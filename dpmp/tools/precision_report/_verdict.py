@@ -17,7 +17,7 @@ import optax
 
 from dpmp import _plain_text, _validate
 from dpmp._arrays import as_device_dtypes
-from dpmp.engines import check_num_args
+from dpmp.engines import Signature, check_num_args
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy, reference_of
 from dpmp.tools.precision_report._trials import SHARE_OF_NOISE, Trials
@@ -186,12 +186,15 @@ def compare_policies(
         "values. Pass public or synthetic examples, or use dpmp.precision_report.",
         given="ShapeDtypeStruct",
     )
-    first = mechanism.initial_clip_norm
+    batched = Signature.parse(batch_argnums=[*range(1, len(args))])
+    first, rows = mechanism.initial_clip_norm, batched.batch_size(args)
     mechanism = dataclasses.replace(
         mechanism,
         l2_clip_norm=mechanism.l2_clip_norm if first is None else float(first),
         released_metrics=None,
         microbatch_size=None,
+        num_examples=max(rows, mechanism.num_examples),
+        truncated_batch_size=rows,
     )
     _validate.optional(_validate.function)(reference=reference)
     reference = reference_of(fun) if reference is None else reference
@@ -200,7 +203,7 @@ def compare_policies(
 
 
 def _verdict(trials: Trials, given: str | Policy) -> Verdict:
-    policy = Policy.parse(given)
+    policy = dataclasses.replace(Policy.parse(given), rounded_share=1.0)
     name = given if isinstance(given, str) else _name_of(policy)
     name += _WITH_AUTOCAST if trials.is_autocast else ""
 
