@@ -172,7 +172,7 @@ def _times_of_a_step() -> list[str]:
         for mode in ("hooks", "ghost")
     )
     return [
-        "by that of the fastest plain step, in microbatches of any size (3M "
+        "by that of the fastest one, in microbatches of any size (3M "
         "transformer, bfloat16, batch of 64; dpmp with book-keeping in microbatches of "
         f"8) | {_times_in_jax(small, 'dpmp book_keeping bounded, 8')} | {hooks:.1f}; "
         f"{ghost:.1f} with ghost clipping |",

@@ -8,6 +8,7 @@ as those of users are.
 several devices fail there.
 """
 
+import gc
 import os
 import signal
 
@@ -40,6 +41,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_platforms", os.environ.get("DPMP_TEST_PLATFORM", "cpu"))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# jax keeps many objects alive, and looking for garbage among them takes time.
+gc.freeze()
+gc.set_threshold(50_000, 50, 100)
 
 # Compilation makes the first example of a test slow.
 hypothesis.settings.register_profile(

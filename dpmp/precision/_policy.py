@@ -202,6 +202,21 @@ class Policy:
         return tuple(x for x in forms if x != _rules.UNROUNDED)
 
     @property
+    def name(self) -> str:
+        """The dtype of the loss, and the rules of its products if any, in words."""
+        return self.compute_dtype.name + self.shown_products
+
+    @property
+    def shown_products(self) -> str:
+        """The end of `name`; "" without products of few bits."""
+        if not self.formats:
+            return ""
+        is_one = len(self.products) == 1 and self.products[0][0] == ""
+        shown = f" in {self.formats[0]}" if is_one else f"={dict(self.products)}"
+        share = f", each in {self.rounded_share:.0%} of the steps"
+        return f" with products{shown}{share if self.rounded_share < 1 else ''}"
+
+    @property
     def is_emulated(self) -> bool:
         """Whether this device takes rounded products in a wider dtype."""
         can_be_native = self.formats == ("float8",) and self.rounded_share == 1
@@ -251,6 +266,13 @@ class Policy:
         def rounded_fun(params: PyTree, *args: Any, **kwargs: Any) -> Any:
             paths = [_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
             _rules.check_found(self.products, paths)
+            _validate.require(
+                is_rounded is None or is_rounded.shape == (len(paths) + 1,),
+                "is_rounded must have a number for each parameter, and one for all "
+                "other products. Use policy.draw_rounded(step, params).",
+                is_rounded=is_rounded,
+                parameters=len(paths),
+            )
             rules = [_rules.rule_for(self.products, path) for path in (*paths, "")]
             without_products = {rule for rule in rules[:-1] if rule is not None}
 

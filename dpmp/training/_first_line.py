@@ -26,9 +26,7 @@ def first_line(step: Step, state: TrainingState, load: Load) -> str:
         )
         size = f"up to {step.microbatch_size(state, batch)} of {padded} padded rows"
         computed_in += _share_of_products(step, state, batch)
-    if policy.formats:
-        share = f"{policy.rounded_share:.0%} of " if policy.rounded_share < 1 else ""
-        computed_in += f" with {share}products in {', '.join(policy.formats)}"
+    computed_in += policy.shown_products
     why = " (the fastest with a proof)" if mechanism.has_default_method else ""
     num_trained = sum(x.size for x in jax.tree.leaves(state.params))
     return (

@@ -465,6 +465,13 @@ def test_sums_of_a_loop_are_compared(sum_of_batch, is_large, reads_padding):
     assert found.passed == (not is_large and not reads_padding)
     assert ("FALSE" in str(found)) == (not found.passed)
     assert found.passed or found.largest_change > 0.9
+    assert ("not tested" in str(found)) == (found.largest_change < 0.5)
+
+
+def test_sums_of_examples_that_are_not_clipped_say_so():
+    small = jax.tree.map(lambda x: 1e-3 * x, ROWS)
+    found = audit.sums(_sum, small, sensitivity=10 * GRAD_FN.sensitivity())
+    assert "clipping was not tested" in str(found)
 
 
 def test_sums_need_a_few_examples():

@@ -143,7 +143,8 @@ def test_a_recorded_value_is_that_of_its_step(trainer):
         ({"float32_paths": ("b",)}, "loss in bfloat16 (1 of 2 products), "),
         (
             {"products": {"a": "int8", "": "compute"}, "rounded_share": 0.5},
-            "loss in bfloat16 with 50% of products in int8, ",
+            "loss in bfloat16 with products={'a': 'int8', '': 'compute'}, each in 50% "
+            "of the steps, ",
         ),
     ],
 )

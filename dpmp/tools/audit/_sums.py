@@ -12,6 +12,7 @@ from dpmp import _plain_text, _validate
 from dpmp._typing import PyTree
 from dpmp.numerics import is_grid
 
+_FAR = 0.5  # of the sensitivity: a clipped example changes a sum by nearly all of it
 ROUNDING = 1e-9  # for the norm of a change, which is computed in float64
 
 
@@ -39,6 +40,11 @@ class SumsAudit:
             f"One example changes the sum by at most {self.largest_change:.4f} of the "
             f"sensitivity ({change})."
         )
+        if self.largest_change < _FAR:
+            text += (
+                " No example was clipped, it seems, so that clipping was not tested: "
+                "pass examples with larger gradients."
+            )
         if self.reads_padding:
             text += (
                 " What is in a row of padding changes it too, which is FALSE: the mask "

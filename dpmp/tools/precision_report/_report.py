@@ -78,8 +78,8 @@ def precision_report(
     check_num_args(args, (0,))
     args = as_device_dtypes(args)
     loss_scaling.check(loss_scale)
-    name = policy if isinstance(policy, str) else policy.compute_dtype.name
-    policy = dataclasses.replace(Policy.parse(policy), rounded_share=1.0)
+    given, policy = policy, dataclasses.replace(Policy.parse(policy), rounded_share=1.0)
+    name = given if isinstance(given, str) else policy.name
     shapes = jax.eval_shape(lambda *args: cast(args, policy), *args)
     # Rounding of products rewrites the program, which loses the lines of its source.
     unrounded = dataclasses.replace(policy, products=None)

@@ -25,7 +25,7 @@ from dpmp.tools.precision_report._trials import SHARE_OF_NOISE, Trials
 # The numbers of parameters that are tried in float32.
 _TRIED = 1, 3, 10
 
-_WITH_AUTOCAST, _WITH_PRODUCTS = " with autocast", " with products in "
+_WITH_AUTOCAST, _WITH_PRODUCTS = " with autocast", " with products"
 _FARTHEST = 10.0  # percentages beyond say nothing
 _SLOW = 1.2  # one measurement tells no smaller difference
 
@@ -204,7 +204,7 @@ def compare_policies(
 
 def _verdict(trials: Trials, given: str | Policy) -> Verdict:
     policy = dataclasses.replace(Policy.parse(given), rounded_share=1.0)
-    name = given if isinstance(given, str) else _name_of(policy)
+    name = given if isinstance(given, str) else policy.name
     name += _WITH_AUTOCAST if trials.is_autocast else ""
 
     def of(policy: Policy) -> Verdict:
@@ -231,9 +231,3 @@ def _verdict(trials: Trials, given: str | Policy) -> Verdict:
         if verdict.is_safe:
             return verdict
     return first
-
-
-def _name_of(policy: Policy) -> str:
-    formats = ", ".join(policy.formats)
-    with_products = f"{_WITH_PRODUCTS}{formats}" if formats else ""
-    return policy.compute_dtype.name + with_products
