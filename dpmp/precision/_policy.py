@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from dpmp import _validate
 from dpmp._typing import PyTree
@@ -229,6 +230,12 @@ class Policy:
         """
         if not self.products or self.rounded_share == 1:
             return None
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(params))
+        if is_traced and not isinstance(step, Tracer):
+            warn(
+                "all calls of a compiled function have the same coins if step is not "
+                "one of its arguments. Pass the step as an argument."
+            )
         key = jax.random.fold_in(jax.random.key(_SEED), step)
         number = len(jax.tree.leaves(params)) + 1
         drawn = jax.random.bernoulli(key, self.rounded_share, (number,))

@@ -42,8 +42,9 @@ class SumsAudit:
         )
         if self.largest_change < _FAR:
             text += (
-                " No example was clipped, it seems, so that clipping was not tested: "
-                "pass examples with larger gradients."
+                " Either no example was clipped, so that clipping was not tested: pass "
+                "examples with larger gradients. Or the noise is wider than it must "
+                "be, as that of a sum is for a mean."
             )
         if self.reads_padding:
             text += (
