@@ -6,7 +6,9 @@ import pathlib
 import jax
 
 TESTS = pathlib.Path(__file__).parent
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
+QUICK_TO_COMPILE = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+)
 if jax.__version_info__ < (0, 12):  # later versions of XLA do not know this flag
     QUICK_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 CACHE = {

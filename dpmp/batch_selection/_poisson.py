@@ -132,8 +132,8 @@ class PoissonSampling:
         Args:
           num_examples: the size of the dataset. A sampling of a mechanism knows it.
           rng: a NumPy generator from which the key is drawn, or the key itself. None
-            draws a key of 128 bits from the operating system. Use each key for one
-            iterator.
+            draws a key of 128 bits from the operating system. Epsilon takes the
+            batches for secret, so pass a key only in tests, and for one iterator.
           start: the first step, if a run goes on: the number of steps that were ever
             begun.
         """

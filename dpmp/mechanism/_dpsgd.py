@@ -449,7 +449,8 @@ class DPSGD:
                 _validate.require(
                     all(is_grid(x) and x.unit == unit for x in leaves),
                     "the sum must have the sensitivity that the noise is for. Use "
-                    "clipped_grad and privatizer of one mechanism.",
+                    "clipped_grad and privatizer of one mechanism, with nothing "
+                    "between them.",
                     sum_of_clipped_grads="floats, or a sum on another grid",
                 )
             made = as_number(getattr(state, "step", 0))

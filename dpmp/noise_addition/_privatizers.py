@@ -1,10 +1,9 @@
 """The privatizer, which adds Gaussian noise to a sum in integers."""
 
-import dataclasses
 import functools
 import math
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +32,7 @@ _LARGEST_NOISE_MULTIPLIER = 32.0
 _WIDEST_CORRELATED = 2**27
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["prng_key", "step", "past"],
-    meta_fields=["num_entries"],
-)
-@dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class NoiseState:
+class NoiseState(NamedTuple):
     """The state of a privatizer: the noise of the next step is a function of it.
 
     Attributes:
@@ -50,14 +43,11 @@ class NoiseState:
         - 1, ...) int32, where the noise of step t has index t modulo bands - 1. With a
         `BandedInverse`, one (bands - 1, 5) uint32: for each earlier step, newest first,
         a 1 and the words of its key, and zeros if there was none.
-      num_entries: the number of entries of the tree that `init` got. A smaller sum is
-        refused, because two parts of a sum would get the same noise from one state.
     """
 
     prng_key: jax.Array
     step: jax.Array
     past: tuple[jax.Array, ...] = ()
-    num_entries: int = 0
 
     def __repr__(self) -> str:
         return f"NoiseState(step={self.step}, prng_key=secret, past=secret)"
@@ -110,11 +100,12 @@ def gaussian_privatizer(
         noise is never narrower. On the grid of an exact sum it may be wider: by less
         than 4 % if `stddev` has at least 3000 units, and by less than 0.25 % from
         33,000 units on.
-      prng_key: a jax key, or None to draw 128 bits from the operating system. Use a key
-        for one privatizer of one run, and apply the privatizer to the whole sum. Two
-        runs with the same key have the same noise, so that the difference of their
-        outputs has no noise, whatever else differs. The same happens under `jax.vmap`
-        over sums, and with two privatizers of one key in one optimizer.
+      prng_key: a secret jax key, or None to draw 128 bits from the operating system.
+        Use a key for one privatizer of one run, and apply the privatizer to the whole
+        sum: parts of it would get the same noise from one state. Two runs with the same
+        key have the same noise, so that the difference of their outputs has no noise,
+        whatever else differs. The same happens under `jax.vmap` over sums, and with two
+        privatizers of one key in one optimizer.
       l2_sensitivity: the sensitivity of the sum. Rounding a float sum to a grid costs
         more noise if `stddev` is a larger multiple of the sensitivity. Without this
         argument, `stddev` is assumed to be at most 32 times the sensitivity. Exact sums
@@ -125,8 +116,7 @@ def gaussian_privatizer(
 
     Raises:
       ValueError: if `stddev` is negative or infinite, `l2_sensitivity` is not positive,
-        `prng_key` is not a jax key, a leaf is not a float array of 32 bits or more, the
-        sum has fewer entries than the tree that `init` got,
+        `prng_key` is not a jax key, a leaf is not a float array of 32 bits or more,
         `init` is called under `jax.jit` without a key, the noise has more than four
         million units of the grid, `update` is called inside `jax.shard_map` or
         `jax.pmap`, or the `stddev` for a float sum is not from 1e-24 to 1e30.
@@ -263,7 +253,7 @@ def _privatizer(
     def init(params: PyTree) -> NoiseState:
         key = _random.fresh_key() if prng_key is None else prng_key
         past = first_past(strategy, jax.tree.leaves(params)) if strategy else ()
-        return NoiseState(key, jnp.zeros((), jnp.int32), past, num_entries(params))
+        return NoiseState(key, jnp.zeros((), jnp.int32), past)
 
     def update(
         sum_of_clipped_grads: PyTree, noise_state: NoiseState, params: PyTree = None
@@ -293,28 +283,16 @@ def _privatizer(
             "Use noise_state = privatizer.init(params), and then what update returns.",
             noise_state=noise_state,
         )
-        _validate.require(
-            num_entries(sums) >= noise_state.num_entries,
-            "the sum must have all entries of the tree that init got, because two "
-            "parts of it would get the same noise. Call update once in a step, for the "
-            "whole sum, and init with the parameters that are trained.",
-            entries_of_init=noise_state.num_entries,
-            entries=num_entries(sums),
-        )
         noisy, past = list(map(to_float, sums)), noise_state.past
         if stddev:
             noisy, past = with_noise(sums, noise_state)
-        new_state = dataclasses.replace(
-            noise_state, step=noise_state.step + 1, past=past
-        )
+        new_state = NoiseState(noise_state.prng_key, noise_state.step + 1, past)
         return jax.tree.unflatten(treedef, noisy), new_state
 
     update = _meshes.on_automatic_axes(update, _specs_of_noisy)
-    # The casts are for the type checker: the argument names are jax_privacy's, not
-    # optax's, and a state may be any tree.
-    return optax.GradientTransformation(
-        cast("optax.TransformInitFn", init), cast("optax.TransformUpdateFn", update)
-    )
+    # The cast is for the type checker: the argument names are jax_privacy's, not
+    # optax's.
+    return optax.GradientTransformation(init, cast("optax.TransformUpdateFn", update))
 
 
 def _specs_of_noisy(specs: Any, output: Any) -> list[jax.P]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
@@ -230,15 +231,14 @@ class Policy:
         """
         if not self.products or self.rounded_share == 1:
             return None
-        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(params))
-        if is_traced and not isinstance(step, Tracer):
-            warn(
-                "all calls of a compiled function have the same coins if step is not "
-                "one of its arguments. Pass the step as an argument."
-            )
         key = jax.random.fold_in(jax.random.key(_SEED), step)
         number = len(jax.tree.leaves(params)) + 1
         drawn = jax.random.bernoulli(key, self.rounded_share, (number,))
+        if isinstance(drawn, Tracer) and not isinstance(step, Tracer):
+            warn(
+                "coins that a compiled function draws are the same in all its calls, "
+                "unless step is one of its arguments. Pass the step as an argument."
+            )
         return drawn.astype(jnp.float32)
 
     def in_product_precision(
@@ -250,7 +250,7 @@ class Policy:
         `draw_rounded`; None rounds all products that have a format, and warns if
         `rounded_share` says otherwise.
         """
-        if self.products and self.rounded_share < 1 and is_rounded is None:
+        if self.formats and self.rounded_share < 1 and is_rounded is None:
             warn(
                 f"rounded_share={self.rounded_share} has no effect without coins: all "
                 "products with a format are rounded. Pass in_product_precision(fun, "
@@ -274,7 +274,7 @@ class Policy:
             paths = [_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
             _rules.check_found(self.products, paths)
             _validate.require(
-                is_rounded is None or is_rounded.shape == (len(paths) + 1,),
+                is_rounded is None or np.shape(is_rounded) == (len(paths) + 1,),
                 "is_rounded must have a number for each parameter, and one for all "
                 "other products. Use policy.draw_rounded(step, params).",
                 is_rounded=is_rounded,

@@ -286,7 +286,7 @@ class Step:
             # only.
             noise_key = jax.random.wrap_key_data(keys["noise"], impl="threefry4x32")
             privatizer = self.mechanism.privatizer(noise_key)
-            noise_state: Any = NoiseState(noise_key, state.step, past)
+            noise_state = NoiseState(noise_key, state.step, past)
             noisy, next_noise = privatizer.update(total, noise_state)
             released = self.mechanism.split(noisy, clip_norm=state.clip_norm)
             new_state = self._release(released, keys["update"], state)

@@ -394,7 +394,9 @@ def test_clipping_options_reach_clipped_grad():
     np.testing.assert_allclose(aux.grad_norms, 2**0.5, rtol=1e-6)
     with pytest.raises(ValueError, match="microbatch_size"):
         grad_fn(1.0, jnp.ones((3, 2)), jnp.zeros(2), is_padding_example=mask[:3])
-    batch, mask = jnp.ones((1000, 2)), np.zeros(1000, bool)
+    rows = mechanism.padded_batch_size + 2
+    batch, mask = jnp.ones((rows, 2)), np.zeros(rows, bool)
+    grad_fn(1.0, batch[:-2], jnp.zeros(2), is_padding_example=mask[:-2])
     with pytest.raises(ValueError, match="must be drawn, and have at most padded"):
         grad_fn(1.0, batch, jnp.zeros(2), is_padding_example=mask)
     with pytest.raises(ValueError, match="must come with is_padding_example"):

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 from fractions import Fraction
 
@@ -114,13 +113,8 @@ def test_noise_of_an_inverse_is_rounded_from_its_draws():
     (state, update), drawn = (privatizer.init({"a": 0}), jax.jit(privatizer.update)), {}
     for step in range(7):
         if step == 4:  # a new sequence
-            state, earlier = (
-                dataclasses.replace(privatizer.init({"a": 0}), step=state.step),
-                step,
-            )
-        state = dataclasses.replace(
-            state, prng_key=jax.random.key(step, impl="threefry4x32")
-        )
+            state, earlier = privatizer.init({"a": 0})._replace(step=state.step), step
+        state = state._replace(prng_key=jax.random.key(step, impl="threefry4x32"))
         noisy, state = update(sums(step, {"a": ()}), state)
         words = jax.random.key_data(jax.random.key(step, impl="threefry4x32"))
         of_step, rest = (
@@ -211,7 +205,7 @@ def test_devices_share_the_noise(privatizer, spec):
         state = privatizer.init({"a": jnp.zeros(shapes["a"])})
         if state.past[0].dtype == jnp.int32:
             past = tuple(jax.device_put(x, of_stack) for x in state.past)
-            state = dataclasses.replace(state, past=past)
+            state = state._replace(past=past)
         update = jax.jit(privatizer.update)
         for step in range(3):
             counts = jnp.full(shapes["a"], step, jnp.int32)
@@ -238,9 +232,7 @@ def test_nothing_is_released_after_the_last_step(privatizer):
     total = sums(0, {"a": (20,)})
     state = privatizer.init({"a": jnp.zeros(20)})
     for step, is_released in ((STEPS - 1, True), (STEPS, False), (2**30, False)):
-        noisy, _ = privatizer.update(
-            total, dataclasses.replace(state, step=jnp.int32(step))
-        )
+        noisy, _ = privatizer.update(total, state._replace(step=jnp.int32(step)))
         assert np.all(np.isfinite(noisy["a"])) == is_released
         assert np.all(np.isnan(noisy["a"])) != is_released
 
@@ -259,9 +251,7 @@ def test_what_has_no_noise_is_refused(privatizer):
     of_floats = (state.past[0].astype(jnp.float32),)
     for past in ((), (state.past[0][1:],), state.past * 2, of_floats):
         with pytest.raises(ValueError, match="the noise of earlier steps for this"):
-            privatizer.update(
-                sums(0, {"a": (3,)}), dataclasses.replace(state, past=past)
-            )
+            privatizer.update(sums(0, {"a": (3,)}), state._replace(past=past))
     with pytest.raises(ValueError, match="banded_toeplitz"):
         correlated_gaussian_privatizer(stddev=1.0, strategy=8)
     with pytest.raises(ValueError, match="stddev must be"):

@@ -641,17 +641,6 @@ def test_exact_sums_that_were_divided_or_rounded_are_refused(change):
         release(jax.tree.map(change, total))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_parts_of_a_sum_cannot_share_a_state(compiled):
-    total = {"a": jnp.zeros(8), "b": jnp.zeros(8)}
-    privatizer = gaussian_privatizer(stddev=1.0)
-    state = privatizer.init(total)
-    update = jax.jit(privatizer.update) if compiled else privatizer.update
-    with pytest.raises(ValueError, match="two parts of it would get the same noise"):
-        update(total["a"], state)
-    assert update(total, state)[1].num_entries == 16
-
-
 def test_auxiliary_output_is_refused():
     """It has values of single examples, which the noise does not cover."""
     grad_fn = clipped_grad(

@@ -380,7 +380,7 @@ def test_a_share_of_the_parameters_is_drawn_anew_for_each_step():
     with pytest.warns(UserWarning, match="has no effect without coins"):
         policy.in_product_precision(jnp.sum)
     with pytest.warns(UserWarning, match="Pass the step as an argument"):
-        jax.jit(lambda params: policy.draw_rounded(3, params))(params)
+        jax.jit(lambda: policy.draw_rounded(3, params))()
     fun = policy.in_product_precision(lambda w: jnp.sum(w[0]), jnp.ones(99))
     with pytest.raises(ValueError, match="a number for each parameter, and one for"):
         fun(params)

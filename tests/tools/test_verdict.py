@@ -131,6 +131,25 @@ def test_metrics_and_adaptive_clip_norms_are_left_out():
     assert _verdict(_plain, mechanism=mechanism).is_safe
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_examples": 20, "expected_batch_size": 2},
+        {
+            "strategy": dpmp.strategies.banded_inverse(
+                2, iterations=50, steps_per_epoch=10
+            )
+        },
+    ],
+    ids=["few examples", "strategy"],
+)
+def test_the_batch_may_have_any_number_of_rows(options):
+    mechanism = dataclasses.replace(
+        _MECHANISM, sampling_prob=None, truncated_batch_size=None, **options
+    )
+    assert _verdict(_plain, mechanism=mechanism).is_safe
+
+
 def test_a_loss_that_clashes_with_some_paths_has_a_verdict():
     def strict(params, x):
         biases = jnp.broadcast_to(params["b"] - 300.0, (len(x), 4))

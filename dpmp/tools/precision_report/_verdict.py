@@ -37,7 +37,7 @@ class Verdict:
     """Whether a policy is safe for a private run. None of these numbers has noise.
 
     Attributes:
-      policy: the name of the policy, or its compute dtype.
+      policy: the name of the policy; see `Policy.name`.
       is_safe: whether the private run should reach the same loss as in float32.
       float32_paths: the parameters that must stay in float32 for that.
       kept: how far steps go in the direction of the float32 gradient, over how far they
@@ -193,8 +193,12 @@ def compare_policies(
         l2_clip_norm=mechanism.l2_clip_norm if first is None else float(first),
         released_metrics=None,
         microbatch_size=None,
+        # Sums of all rows, which are no drawn batch.
         num_examples=max(rows, mechanism.num_examples),
         truncated_batch_size=rows,
+        sampling_prob=None,
+        sampling="poisson",
+        strategy=None,
     )
     _validate.optional(_validate.function)(reference=reference)
     reference = reference_of(fun) if reference is None else reference

@@ -145,7 +145,7 @@ def float_noise(
         key = _random.fold_in(state.prng_key, state.step)
         noise = optax.tree_utils.tree_random_like(key, updates)
         noisy = jax.tree.map(lambda x, z: x + stddev * z, updates, noise)
-        return noisy, dataclasses.replace(state, step=state.step + 1)
+        return noisy, state._replace(step=state.step + 1)
 
     return optax.GradientTransformation(init, update)
 
