@@ -267,7 +267,13 @@ def shown(call, make):
     return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(texts))
 
 
-COMPILED_OFTEN = {"clipped_grad, keyword", "compiled_memory", "lower", "tune"}
+COMPILED_OFTEN = {
+    "clipped_grad, keyword",
+    "compare_policies",
+    "compiled_memory",
+    "lower",
+    "tune",
+}
 
 
 @pytest.mark.parametrize(

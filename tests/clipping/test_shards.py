@@ -447,7 +447,11 @@ def test_devices_skip_padding_together():
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype"), [("per_example", np.float32), ("book_keeping", np.int8)]
+    ("method", "dtype"),
+    [
+        ("per_example", np.float32),
+        pytest.param("book_keeping", np.int8, marks=pytest.mark.slow),
+    ],
 )
 def test_large_frozen_layers_are_gathered_one_at_a_time(monkeypatch, method, dtype):
     """Devices without examples take part in it, or the others would wait for them."""

@@ -16,7 +16,7 @@ with warnings.catch_warnings(action="ignore"):  # of what qwix imports
 
 LAYERS, WIDTH, VOCABULARY = 3, 64, 40
 KEY = jax.random.key(0)
-KINDS = ["int8", pytest.param("int4", marks=pytest.mark.slow), "nf4"]
+KINDS = ["int8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int4", "nf4"))]
 
 
 def new_params(dtype, num_layers=LAYERS, width=WIDTH):

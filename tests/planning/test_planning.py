@@ -113,6 +113,7 @@ def test_a_defect_of_a_command_keeps_its_traceback(monkeypatch):
         main(["plan", *TARGET, "--num-examples", "99", "--processed", "640"])
 
 
+@pytest.mark.slow
 def test_ways_to_draw_noise_are_compared():
     mechanism = DPSGD(
         num_examples=2000, expected_batch_size=100, iterations=60, l2_clip_norm=1.0

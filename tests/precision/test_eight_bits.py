@@ -9,7 +9,11 @@ import pytest
 import dpmp
 from dpmp.precision import _eight_bits
 
-_SHAPES = [(8192,), (64, 64), (3, 1500), (5000, 1), (2, 3, 700)]
+_SHAPES = [
+    (64, 64),
+    (2, 3, 700),
+    *(pytest.param(x, marks=pytest.mark.slow) for x in [(8192,), (3, 1500), (5000, 1)]),
+]
 
 
 def _numbers(shape, seed=0):
@@ -67,8 +71,11 @@ def _quadratic(optimizer, steps=300):
     "optimizer",
     [
         optax.adam(optax.linear_schedule(0.02, 0.0, 300)),
-        optax.sgd(0.01, momentum=0.9),
-        optax.chain(optax.clip_by_global_norm(1e3), optax.adamw(0.01)),
+        pytest.param(optax.sgd(0.01, momentum=0.9), marks=pytest.mark.slow),
+        pytest.param(
+            optax.chain(optax.clip_by_global_norm(1e3), optax.adamw(0.01)),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["adam", "momentum", "chain"],
 )
@@ -79,6 +86,7 @@ def test_an_optimizer_ends_where_it_does_in_float32(optimizer):
     assert narrow != wide
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # optax needs it
 def test_averages_do_not_drift():
     """Not by rounding in each of a thousand steps, for sizes that are far apart."""

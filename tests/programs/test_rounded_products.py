@@ -149,6 +149,7 @@ def _stacked(params, x):
     return jnp.sum(x @ params["b"]["w"])
 
 
+@pytest.mark.slow
 def test_parameters_are_followed_into_loops_and_branches():
     params = {
         "a": {"w": 0.3 * _rng.normal(size=(3, 6, 6)).astype(np.float32)},

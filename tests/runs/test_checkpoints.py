@@ -274,6 +274,7 @@ def test_a_full_disk_is_an_error_with_a_short_message(tmp_path):
     assert_same(restore(tmp_path, jax.tree.map(jnp.zeros_like, state)), state)
 
 
+@pytest.mark.slow
 def test_importing_dpmp_does_not_import_orbax():
     program = "import sys, dpmp; print('orbax' in sys.modules)"
     root = pathlib.Path(__file__).parents[2]

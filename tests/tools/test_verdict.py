@@ -94,6 +94,7 @@ def test_a_loss_that_leaves_the_range_is_not_safe():
     assert verdict.is_safe
 
 
+@pytest.mark.slow
 def test_errors_that_begin_when_parameters_have_moved_are_found():
     """At first, the entries near 500 are numbers that bfloat16 has."""
     params = {"a": jnp.full((8, 4), 500.0), "b": jnp.full((8, 4), 500.0)}
