@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items):
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     directory = environment.CACHE["JAX_COMPILATION_CACHE_DIR"]
     jax.config.update("jax_compilation_cache_dir", directory)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_platforms", os.environ.get("DPMP_TEST_PLATFORM", "cpu"))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
