@@ -19,7 +19,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 # They compile for seconds, so that only the slow tests run them.
-LONG = {"audit", "data", "from_opacus", "lora", "many_devices", "recipes"}
+LONG = {"audit", "data", "from_opacus", "less_noise", "long_runs", "lora"}
+LONG |= {"many_devices", "recipes"}
 
 
 def blocks(page):

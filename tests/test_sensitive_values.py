@@ -269,6 +269,7 @@ def shown(call, make):
 
 COMPILED_OFTEN = {
     "clipped_grad, keyword",
+    "clipped_grad, shared",
     "compare_policies",
     "compiled_memory",
     "lower",

@@ -6,6 +6,7 @@ import pytest
 from benchmarks import pictures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", pictures.DRAWN)
 def test_a_picture_is_drawn(name):
     assert pictures.DRAWN[name]().axes

@@ -20,6 +20,7 @@ def test_canaries_are_of_one_form():
     assert {len(x) for x in canaries} == {len("The code of kwbzm is 384120.")}
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_an_empty_record_has_no_gradient():
     graphdef, params = nnx.split(finetune_transformer.Transformer(nnx.Rngs(0)))

@@ -30,6 +30,7 @@ def test_splits_differ_and_have_each_patient_once():
     assert set(first[1]["x"]) != set(second[1]["x"])
 
 
+@pytest.mark.slow
 def test_it_prints_the_statement_and_learns(run, capsys):
     run(example, "--runs", 2)
     printed = capsys.readouterr().out

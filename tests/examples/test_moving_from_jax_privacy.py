@@ -17,6 +17,7 @@ def accuracies(run, capsys):
     return {name: float(accuracy) for name, accuracy in found}, printed
 
 
+@pytest.mark.slow
 def test_without_jax_privacy_it_trains_with_dpmp_alone(run, monkeypatch, capsys):
     monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(

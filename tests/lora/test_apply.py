@@ -189,6 +189,7 @@ def run():
     )
 
 
+@pytest.mark.slow
 def test_the_trainer_trains_adapters_and_nothing_else(run):
     lora.check_trained(
         run.trained.params, initial=run.adapters, params=run.subject.params

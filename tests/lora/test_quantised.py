@@ -92,6 +92,7 @@ def test_the_adapted_function_is_that_of_the_merged_model(kind):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
 
 
+@pytest.mark.slow
 def test_merging_in_float32_adds_the_whole_change():
     packed = quantised(new_params(jnp.bfloat16), "int8")
     adapters = moved(lora.init(KEY, packed, 2, "layers"))
@@ -125,6 +126,7 @@ def trainer_of(params, **fields):
     )
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_the_dequantised_model():
     """The trainer unpacks matrices again in the backward pass."""
     packed = quantised(new_params(jnp.float32), "nf4")

@@ -187,6 +187,7 @@ def test_the_noise_is_that_of_the_mechanism(monkeypatch, capsys):
     assert "neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_search")
 def test_a_small_model_is_compiled_and_fits(tmp_path, capsys):
     output = tmp_path / "plan.png"

@@ -32,6 +32,7 @@ def trainer_of(mechanism=MECHANISM, **options):
 SHAPES = jax.ShapeDtypeStruct((5,), np.float32), jax.ShapeDtypeStruct((5,), np.float32)
 
 
+@pytest.mark.slow
 def test_each_engine_and_size_is_timed_on_zeros():
     tuning = tune(trainer_of(), *SHAPES, sizes=(None, 8, 10_000), rounds=1)
     found = {

@@ -126,6 +126,7 @@ def test_a_model_of_small_arrays_is_told_that_nothing_changes():
         dpmp.in_8_bits(optax.adam(1e-3)).init({"w": jnp.zeros(4095)})
 
 
+@pytest.mark.slow
 def test_an_explicit_mesh_divides_it():
     mesh = jax.make_mesh((2,), ("m",), axis_types=(jax.sharding.AxisType.Explicit,))
     for spec in (jax.P("m"), jax.P(None, "m")):

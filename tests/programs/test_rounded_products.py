@@ -197,6 +197,7 @@ def test_parameters_are_followed_into_while_loops():
     assert value("nvfp4", jnp.ones(3)) == value("nvfp4")
 
 
+@pytest.mark.slow
 def test_rules_that_round_no_product_are_warned_of():
     """As behind a layer in float32, whose result is not cast back."""
     policy = Policy(

@@ -31,6 +31,7 @@ def measured():
     return measure_dtypes(size=16)
 
 
+@pytest.mark.slow
 def test_cpus_run_all_products_and_add_in_float32(measured):
     assert [row.name for row in measured.rows] == list(KINDS)
     assert (measured.size, measured.platform) == (16, "cpu")

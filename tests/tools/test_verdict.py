@@ -111,6 +111,7 @@ def test_errors_that_begin_when_parameters_have_moved_are_found():
     assert moved.steps == _MECHANISM.iterations
 
 
+@pytest.mark.slow
 def test_with_enough_noise_an_error_does_not_matter():
     noisy = dataclasses.replace(_MECHANISM, noise_multiplier=100.0)
     before, after = (_verdict(_offset, mechanism=x) for x in (_MECHANISM, noisy))

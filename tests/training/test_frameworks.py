@@ -271,6 +271,7 @@ NORMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", NORMS)
 def test_averages_of_batch_norm_that_are_dropped_are_warned_of(make):
     said = r"new values of 2 arrays .*drops them.*use GroupNorm or LayerNorm.*recipes"

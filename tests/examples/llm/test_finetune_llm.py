@@ -127,6 +127,7 @@ def test_a_kind_of_noise_that_is_not_there_is_refused(monkeypatch):
         example.make_mechanism(example.parse_args(), 32, 1000)
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_an_adapter_is_served_with_the_tokenizer_of_training(run, llama, tmp_path):
     model = example.llm.load(llama, dtype=jnp.bfloat16)

@@ -37,6 +37,7 @@ def test_the_most_probable_token_is_added(model):
     assert llm.generate(model, "cab", num_tokens=4) == "cdef"
 
 
+@pytest.mark.slow
 def test_a_cache_does_not_change_the_texts(folder, monkeypatch):
     monkeypatch.setattr(sampling, "_LENGTHS", 2)  # two tokens are passed on at once
     model = llm.load(folder)
