@@ -273,6 +273,7 @@ COMPILED_OFTEN = {
     "compare_policies",
     "compiled_memory",
     "lower",
+    "train_step, mask",
     "tune",
 }
 

@@ -46,6 +46,7 @@ def test_arrays_of_one_shape_take_few_lines(arithmetic, batch_size):
     assert lines_per_array(batch_size, [64] * 21, arithmetic=arithmetic) <= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arithmetic", LINES_OF_A_SHAPE)
 def test_arrays_of_different_shapes_take_few_lines(arithmetic):
     widths = range(60, 81)  # no two layers have the same shape

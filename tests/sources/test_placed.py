@@ -67,6 +67,7 @@ def test_a_spec_may_name_axes_that_labels_do_not_have():
     assert batch["x"].sharding.spec == is_padding.sharding.spec == P("data")
 
 
+@pytest.mark.slow
 def test_a_step_takes_its_arguments_from_any_place():
     """As loops that users write may pass them, from one step to the next."""
     sharding = make_sharding(2)

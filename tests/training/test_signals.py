@@ -254,6 +254,7 @@ def test_a_run_that_stops_before_its_first_step_says_nothing_of_a_state():
     assert int(trainer.last_state.step) == 0
 
 
+@pytest.mark.slow
 def test_a_source_that_hangs_is_left_alone_after_sigterm(tmp_path, monkeypatch):
     monkeypatch.setattr(_prefetch, "_SECONDS_TO_END", 0.1)
     trainer, release = fresh_trainer(), threading.Event()
