@@ -2,13 +2,12 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 
@@ -17,7 +16,7 @@ from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.numerics import at_least_float32
 from dpmp.precision import _rules, _stochastic_rounding
-from dpmp.programs import float8, rounded_products
+from dpmp.programs import float8
 
 _SEED = 0  # of what is rounded in a step, which is public
 
@@ -142,7 +141,7 @@ class Policy:
         unused, names = set(self.float32_paths), []
 
         def cast(path: Any, x: Any) -> jax.Array:
-            names.append(name := _name(path))
+            names.append(name := _rules.name_of(path))
             found = {p for p in self.float32_paths if re.search(p, name)}
             unused.difference_update(found)
             return _cast(x, at_least_float32(self.param_dtype) if found else dtype)
@@ -213,10 +212,9 @@ class Policy:
         """The end of `name`; "" without products of few bits."""
         if not self.formats:
             return ""
-        is_one = len(self.products) == 1 and self.products[0][0] == ""
-        shown = f" in {self.formats[0]}" if is_one else f"={dict(self.products)}"
         share = f", each in {self.rounded_share:.0%} of the steps"
-        return f" with products{shown}{share if self.rounded_share < 1 else ''}"
+        shown = f" with products{_rules.shown(self.products)}"
+        return shown + share * (self.rounded_share < 1)
 
     @property
     def is_emulated(self) -> bool:
@@ -257,7 +255,7 @@ class Policy:
                 "policy.draw_rounded(step, params)), made anew in each step."
             )
         if self.products:
-            fun = self._with_rounded_products(fun, is_rounded)
+            fun = _rules.applied(self.products, fun, is_rounded, self.compute_dtype)
         if self.matmul_precision is None:
             return fun
 
@@ -267,51 +265,6 @@ class Policy:
 
         return scoped
 
-    def _with_rounded_products(
-        self, fun: Callable[..., Any], is_rounded: jax.Array | None
-    ) -> Callable[..., Any]:
-        def rounded_fun(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-            paths = [_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
-            _rules.check_found(self.products, paths)
-            _validate.require(
-                is_rounded is None or np.shape(is_rounded) == (len(paths) + 1,),
-                "is_rounded must have a number for each parameter, and one for all "
-                "other products. Use policy.draw_rounded(step, params).",
-                is_rounded=is_rounded,
-                parameters=len(paths),
-            )
-            rules = [_rules.rule_for(self.products, path) for path in (*paths, "")]
-            without_products = {rule for rule in rules[:-1] if rule is not None}
-
-            def choose(number: int | None) -> rounded_products.Choice | None:
-                place = len(paths) if number is None else number
-                rule = rules[place]
-                if rule is None:
-                    return None
-                without_products.discard(rule)
-                drawn = None if is_rounded is None else is_rounded[place]
-                return rounded_products.Choice(rule[1], drawn)
-
-            rounded = rounded_products.with_rounded_products(
-                fun, choose, widest=self.compute_dtype
-            )
-            results = rounded(params, *args, **kwargs)
-            if without_products:
-                self._warn_of_rules(sorted(without_products))
-            return results
-
-        return rounded_fun
-
-    def _warn_of_rules(self, rules: Sequence[tuple[str, str]]) -> None:
-        shown = ", ".join(f"{path!r}: {form!r}" for path, form in rules)
-        warn(
-            f"no product of the loss is rounded by products={{{shown}}}. Either an "
-            f"operand is wider than {self.compute_dtype.name} in all of them, as "
-            "behind a layer in float32 whose result is not cast back; or they are in a "
-            "function with derivatives of its own; or no product has this parameter "
-            "itself."
-        )
-
 
 PRESETS: dict[str, dict[str, Any]] = {
     "float32": {"compute_dtype": jnp.float32, "matmul_precision": "float32"},
@@ -320,10 +273,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mixed_float16": {"compute_dtype": jnp.float16},
     "float8": {"compute_dtype": jnp.bfloat16, "products": "float8"},
 }
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _float_dtype(**value: Any) -> Any:

@@ -2,12 +2,17 @@
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp import _validate
+from dpmp._typing import PyTree
+from dpmp._warnings import warn
+from dpmp.programs import rounded_products
 from dpmp.programs.formats import FORMATS
 
 # Expressions for paths of parameters, with formats; the first one that is found counts.
@@ -67,6 +72,67 @@ def parse(products: Any) -> Rules:
                 fix=f"It is not: {error}. To find a text as it is, use re.escape.",
             )
     return rules
+
+
+def shown(rules: Rules) -> str:
+    """The rules as they may follow the word "products"."""
+    is_for_all = len(rules) == 1 and rules[0][0] == ""
+    return f" in {rules[0][1]}" if is_for_all else f"={dict(rules)}"
+
+
+def applied(
+    rules: Rules,
+    fun: Callable[..., Any],
+    is_rounded: jax.Array | None,
+    compute_dtype: Any,
+) -> Callable[..., Any]:
+    """Makes `fun` round its products by the rules; see `Policy.in_product_precision`.
+
+    Warns of rules that round nothing.
+    """
+
+    def rounded_fun(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        paths = [name_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+        check_found(rules, paths)
+        _validate.require(
+            is_rounded is None or np.shape(is_rounded) == (len(paths) + 1,),
+            "is_rounded must have a number for each parameter, and one for all other "
+            "products. Use policy.draw_rounded(step, params).",
+            is_rounded=is_rounded,
+            parameters=len(paths),
+        )
+        found = [rule_for(rules, path) for path in (*paths, "")]
+        without_products = {rule for rule in found[:-1] if rule is not None}
+
+        def choose(number: int | None) -> rounded_products.Choice | None:
+            place = len(paths) if number is None else number
+            rule = found[place]
+            if rule is None:
+                return None
+            without_products.discard(rule)
+            drawn = None if is_rounded is None else is_rounded[place]
+            return rounded_products.Choice(rule[1], drawn)
+
+        rounded = rounded_products.with_rounded_products(
+            fun, choose, widest=compute_dtype
+        )
+        results = rounded(params, *args, **kwargs)
+        if without_products:
+            warn(
+                "no product of the loss is rounded by "
+                f"products={dict(sorted(without_products))}. Either an operand is "
+                f"wider than {compute_dtype.name} in all of them, as behind a layer in "
+                "float32 whose result is not cast back; or they are in a function with "
+                "derivatives of its own; or no product has this parameter itself."
+            )
+        return results
+
+    return rounded_fun
+
+
+def name_of(path: Any) -> str:
+    """The path of a parameter as the expressions of a policy see it."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def rule_for(rules: Rules, path: str) -> tuple[str, str] | None:
