@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpmp import _validate
 from dpmp._typing import PyTree
 
 
@@ -17,13 +16,8 @@ def transformer(
 
     The parameters of all layers are stacked, and the loss goes through them in a loop.
     """
-    _validate.require(
-        width % num_heads == 0,
-        "the number of heads must divide the width",
-        heads=num_heads,
-        width=width,
-        fix="Use a divisor of the width.",
-    )
+    if width % num_heads:
+        raise ValueError(f"{num_heads} heads must divide the width, {width}.")
 
     def shape(*axes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(axes, jnp.float32)

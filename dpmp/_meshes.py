@@ -64,12 +64,12 @@ def check_not_mapped(what: str, reason: str, *, fix: str) -> None:
     """Raises ValueError inside `shard_map` or `pmap` over more than one device."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = {name: mesh.shape[name] for name in mesh.manual_axes if mesh.shape[name] > 1}
-    _validate.require(
-        not axes,
-        f"{what} must be outside of shard_map and pmap, because {reason}",
-        mapped_axes=axes,
-        fix=fix,
-    )
+    if axes:
+        _validate.fail(
+            f"{what} must be outside of shard_map and pmap, because {reason}",
+            mapped_axes=axes,
+            fix=fix,
+        )
 
 
 def on_automatic_axes(

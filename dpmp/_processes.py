@@ -35,13 +35,13 @@ def on_first(action: Callable[[], T]) -> T | None:
     has_failed = bool(broadcast(np.int32(error is not None)))
     if error is not None:
         raise error
-    _validate.require(
-        not has_failed,
-        "the first process must be able to write the files of the run",
-        process=jax.process_index(),
-        fix="The error of the first process says more.",
-        error=RuntimeError,
-    )
+    if has_failed:
+        _validate.fail(
+            "the first process must be able to write the files of the run",
+            process=jax.process_index(),
+            fix="The error of the first process says more.",
+            error=RuntimeError,
+        )
     return result
 
 
@@ -79,11 +79,12 @@ def _check_devices() -> None:
     numbers = [0] * jax.process_count()
     for device in jax.devices():
         numbers[device.process_index] += 1
-    _validate.require(
-        len(set(numbers)) == 1,
-        "all processes must have the same number of devices. Start each with as many.",
-        num_devices=numbers,
-    )
+    if len(set(numbers)) != 1:
+        _validate.fail(
+            "all processes must have the same number of devices. Start each with as "
+            "many.",
+            num_devices=numbers,
+        )
 
 
 def all_say(condition: bool) -> bool:

@@ -34,12 +34,12 @@ def fresh_key() -> jax.Array:
         compiled program, and every run of that program would repeat the same noise.
     """
     # Under a transformation that traces, any new array is traced.
-    _validate.require(
-        not isinstance(jnp.zeros(()), jax.core.Tracer),
-        "a key from the system must be drawn outside of jax.jit and other "
-        "transformations. Call init outside of the function, or pass prng_key.",
-        traced=True,
-    )
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        _validate.fail(
+            "a key from the system must be drawn outside of jax.jit and other "
+            "transformations. Call init outside of the function, or pass prng_key.",
+            traced=True,
+        )
     words = np.frombuffer(os.urandom(16), np.uint32)
     words = jnp.asarray(_processes.broadcast(words))
     return jax.random.wrap_key_data(words, impl="threefry4x32")
@@ -50,14 +50,14 @@ def check_key(prng_key: Any) -> None:
     is_key = isinstance(prng_key, jax.Array) and jnp.issubdtype(
         prng_key.dtype, jax.dtypes.prng_key
     )
-    _validate.require(
-        is_key and prng_key.shape == (),
-        "prng_key must be one key made by jax.random.key. Leave it out to draw 128 "
-        "bits from the system. Integers are refused, because the noise is only as hard "
-        "to guess as its key.",
-        # The key itself is secret and must not appear in the message.
-        prng_key=str(jax.typeof(prng_key)) if is_key else type(prng_key).__name__,
-    )
+    if not is_key or prng_key.shape != ():
+        _validate.fail(
+            "prng_key must be one key made by jax.random.key. Leave it out to draw "
+            "128 bits from the system. Integers are refused, because the noise is "
+            "only as hard to guess as its key.",
+            # The key itself is secret and must not appear in the message.
+            prng_key=str(jax.typeof(prng_key)) if is_key else type(prng_key).__name__,
+        )
 
 
 def check_model_key(what: str, key: Any) -> None:
@@ -65,11 +65,11 @@ def check_model_key(what: str, key: Any) -> None:
     is_array = isinstance(key, jax.Array)
     is_new = is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     is_old = is_array and key.dtype == jnp.uint32 and key.ndim == 1
-    _validate.require(
-        is_old or (is_new and key.shape == ()),
-        f"{what} must be one key of jax. Use jax.random.key(0), for example.",
-        given=str(jax.typeof(key)) if is_array else type(key).__name__,
-    )
+    if not is_old and (not is_new or key.shape != ()):
+        _validate.fail(
+            f"{what} must be one key of jax. Use jax.random.key(0), for example.",
+            given=str(jax.typeof(key)) if is_array else type(key).__name__,
+        )
 
 
 def fold_in(prng_key: jax.Array, data: Any) -> jax.Array:
@@ -119,12 +119,12 @@ def positions(
     words, word, stride = [jnp.zeros((), jnp.uint32)] * 2, 1, 1
     for size, index in reversed(list(zip(shape, indices, strict=True))):
         if stride * size > 2**32:
-            _validate.require(
-                word == 1 and size <= 2**32,
-                "the entries of an array must be numbered by two words of 32 bits. "
-                "Divide it into several arrays.",
-                shape=shape,
-            )
+            if not (word == 1 and size <= 2**32):
+                _validate.fail(
+                    "the entries of an array must be numbered by two words of 32 "
+                    "bits. Divide it into several arrays.",
+                    shape=shape,
+                )
             word, stride = 0, 1
         if size > 1:
             words[word] += np.uint32(stride) * one * index

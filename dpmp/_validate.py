@@ -63,12 +63,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{kind} that is too long to show"
 
 
-def require(condition: bool, required: str, **given: Any) -> None:
-    """Raises an error unless `condition` holds; see `fail`."""
-    if not condition:
-        fail(required, **given)
-
-
 def as_number(value: Any) -> Any:
     """Converts an integer to `int` and any other real number to `float`.
 

@@ -59,11 +59,11 @@ def by_loss(
     """
     target = _validate.positive(target=target, fix="Use 1024.0, for example.")
     largest = as_real(largest)
-    _validate.require(
-        _validate.is_real(largest) and 1 / LARGEST <= largest <= LARGEST,
-        "the largest scale must be from 2^-40 to 2^40. Use 2.0**15, for example.",
-        largest=largest,
-    )
+    if not (_validate.is_real(largest) and 1 / LARGEST <= largest <= LARGEST):
+        _validate.fail(
+            "the largest scale must be from 2^-40 to 2^40. Use 2.0**15, for example.",
+            largest=largest,
+        )
 
     def scale(loss: jax.Array) -> jax.Array:
         # frexp and ldexp work on the bits of the float: the scale is a power of two.
@@ -177,32 +177,32 @@ class ScaledLoss:
 
 def check(loss_scale: LossScale) -> None:
     """Raises ValueError for an invalid scale."""
-    _validate.require(
-        not isinstance(loss_scale, DynamicScale),
-        "a dynamic loss_scale must be updated with noisy counts of overflows. Pass it "
-        "to DPTrainer, or its state's scale to ScaledLoss.",
-        loss_scale=loss_scale,
-    )
-    if isinstance(loss_scale, jax.Array):
-        _validate.require(
-            loss_scale.shape == () and jnp.issubdtype(loss_scale.dtype, jnp.floating),
-            "an array as loss_scale must be a float scalar. For one scale per example, "
-            "use dpmp.loss_scaling.by_loss().",
-            shape=loss_scale.shape,
-            dtype=loss_scale.dtype,
-        )
-    elif callable(loss_scale):
-        _validate.require(
-            loss_scale not in (by_loss, DynamicScale),
-            "loss_scale must be a scale, and not what makes one. Call it: by_loss(), "
-            "or DynamicScale().",
-            loss_scale=getattr(loss_scale, "__name__", ""),
-        )
-        _validate.function("loss", loss_scale=loss_scale)
-    else:
-        _validate.require(
-            _validate.is_scale(loss_scale),
-            "loss_scale must be a power of two from 2^-40 to 2^40. Use 2.0**10, for "
-            "example. Other numbers would round the gradient.",
+    if isinstance(loss_scale, DynamicScale):
+        _validate.fail(
+            "a dynamic loss_scale must be updated with noisy counts of overflows. "
+            "Pass it to DPTrainer, or its state's scale to ScaledLoss.",
             loss_scale=loss_scale,
         )
+    if isinstance(loss_scale, jax.Array):
+        if loss_scale.shape != () or not jnp.issubdtype(loss_scale.dtype, jnp.floating):
+            _validate.fail(
+                "an array as loss_scale must be a float scalar. For one scale per "
+                "example, use dpmp.loss_scaling.by_loss().",
+                shape=loss_scale.shape,
+                dtype=loss_scale.dtype,
+            )
+    elif callable(loss_scale):
+        if loss_scale in (by_loss, DynamicScale):
+            _validate.fail(
+                "loss_scale must be a scale, and not what makes one. Call it: "
+                "by_loss(), or DynamicScale().",
+                loss_scale=getattr(loss_scale, "__name__", ""),
+            )
+        _validate.function("loss", loss_scale=loss_scale)
+    else:
+        if not _validate.is_scale(loss_scale):
+            _validate.fail(
+                "loss_scale must be a power of two from 2^-40 to 2^40. Use 2.0**10, "
+                "for example. Other numbers would round the gradient.",
+                loss_scale=loss_scale,
+            )

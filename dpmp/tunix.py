@@ -140,11 +140,11 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
 
     def clear_jit_cache(self) -> None:
         """Refuses another loss after the first step; see Tunix."""
-        _validate.require(
-            self._private is None,
-            "the loss must be chosen before the first `train`. Make another trainer, "
-            "whose run has an epsilon of its own.",
-        )
+        if self._private is not None:
+            _validate.fail(
+                "the loss must be chosen before the first `train`. Make another "
+                "trainer, whose run has an epsilon of its own."
+            )
         super().clear_jit_cache()
 
     def _train_step(self, model: Any, optimizer: Any, inputs: Any) -> NoReturn:
@@ -184,24 +184,26 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
           ValueError: see `dpmp.DPTrainer.fit`. Also for a model that remembers earlier
             batches, and for trained parameters of several dtypes without a `policy`.
         """
-        _validate.require(
-            self.data_hooks is None and not self.is_managed_externally,
-            "batches must be drawn by the sampler that the accountant knows. Pass all "
-            "examples to `train`, without data hooks.",
-        )
-        _validate.require(
-            not isinstance(train_ds, list | tuple),
-            "train_ds must be arrays with a row for each example, because a list could "
-            "be one of batches. Join a list of examples by jax.tree.map(lambda *rows: "
-            "np.stack(rows), *examples).",
-            type=type(train_ds).__name__,
-        )
-        _validate.require(
-            eval_ds is None
-            or (isinstance(eval_ds, Iterable) and not isinstance(eval_ds, Mapping)),
-            "eval_ds must be batches of public examples. Pass [batch] for one batch.",
-            type=type(eval_ds).__name__,
-        )
+        if self.data_hooks is not None or self.is_managed_externally:
+            _validate.fail(
+                "batches must be drawn by the sampler that the accountant knows. Pass "
+                "all examples to `train`, without data hooks."
+            )
+        if isinstance(train_ds, list | tuple):
+            _validate.fail(
+                "train_ds must be arrays with a row for each example, because a list "
+                "could be one of batches. Join a list of examples by "
+                "jax.tree.map(lambda *rows: np.stack(rows), *examples).",
+                type=type(train_ds).__name__,
+            )
+        if eval_ds is not None and (
+            not isinstance(eval_ds, Iterable) or isinstance(eval_ds, Mapping)
+        ):
+            _validate.fail(
+                "eval_ds must be batches of public examples. Pass [batch] for one "
+                "batch.",
+                type=type(eval_ds).__name__,
+            )
         if self._private is None:
             self._private = self._make_trainer()
         state = self._state_to_train()
@@ -245,14 +247,14 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         else:
             state = self._private.init_or_restore(self._params(), directory)
         # A first state would not count the steps that the model already has.
-        _validate.require(
-            self.state is None or int(state.step) >= self._train_steps,
-            "the state must have survived the last error; its step has lost it. The "
-            "model has the parameters of the last release, with the epsilon of "
-            "`guarantee`. With checkpoint_root_directory, a run goes on from its last "
-            "checkpoint.",
-            error=RuntimeError,
-        )
+        if self.state is not None and int(state.step) < self._train_steps:
+            _validate.fail(
+                "the state must have survived the last error; its step has lost it. "
+                "The model has the parameters of the last release, with the epsilon "
+                "of `guarantee`. With checkpoint_root_directory, a run goes on from "
+                "its last checkpoint.",
+                error=RuntimeError,
+            )
         return state
 
     def guarantee(self, *, delta: float | None = None) -> PrivacyGuarantee:
@@ -308,13 +310,11 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         mechanism, optimizer, policy = self._wanted
         graph, params, rest = nnx.split(self.model, self._trained, ...)
         _check_memory(rest)
-        _validate.require(
-            not any(
-                x is self.model for name, x in vars(self).items() if name != "model"
-            ),
-            "the reference model must be another object than the model, which is "
-            "trained. Use nnx.clone(model).",
-        )
+        if any(x is self.model for name, x in vars(self).items() if name != "model"):
+            _validate.fail(
+                "the reference model must be another object than the model, which is "
+                "trained. Use nnx.clone(model)."
+            )
         others = {  # such as the reference of DPO
             name: nnx.split(x)
             for name, x in vars(self).items()
@@ -383,47 +383,45 @@ def _check_memory(rest: Any) -> None:
     """Raises ValueError for a model that remembers earlier batches."""
     known = nnx.Param | nnx.RngState
     names = {type(x).__name__ for x in _variables(rest) if not isinstance(x, known)}
-    _validate.require(
-        not names,
-        "a model must not remember earlier batches: that memory would not be private, "
-        "and it stays as it was. Use layers without averages over batches, and scales "
-        "that are computed anew (no act_static_scale of qwix)",
-        variables=sorted(names),
-    )
+    if names:
+        _validate.fail(
+            "a model must not remember earlier batches: that memory would not be "
+            "private, and it stays as it was. Use layers without averages over "
+            "batches, and scales that are computed anew (no act_static_scale of qwix)",
+            variables=sorted(names),
+        )
 
 
 def _check_options(config: Any, given: dict[str, Any], mechanism: DPSGD) -> None:
     """Raises ValueError for options that a private trainer does not have."""
     for name, fix in _REFUSED.items():
         value = getattr(config, name, None) or given.get(name)
-        _validate.require(
-            value in (None, 1),
-            f"{name} must be left out of a private trainer. {fix}",
+        if value not in (None, 1):
+            _validate.fail(f"{name} must be left out of a private trainer. {fix}")
+    if config.max_steps not in (None, mechanism.iterations):
+        _validate.fail(
+            "max_steps must be the iterations of the mechanism, for which the noise "
+            "is calibrated. Leave it out.",
+            max_steps=config.max_steps,
+            iterations=mechanism.iterations,
         )
-    _validate.require(
-        config.max_steps in (None, mechanism.iterations),
-        "max_steps must be the iterations of the mechanism, for which the noise is "
-        "calibrated. Leave it out.",
-        max_steps=config.max_steps,
-        iterations=mechanism.iterations,
-    )
 
 
 def _checkpoint_options(config: Any) -> dict[str, Any]:
     """The arguments of `DPTrainer.fit` for Tunix's options of checkpoints."""
     options = config.checkpointing_options or CheckpointManagerOptions(100, 3)
     rest = dataclasses.replace(options, save_interval_steps=1, max_to_keep=None)
-    _validate.require(
-        rest == CheckpointManagerOptions(),
-        "checkpointing_options must be orbax's CheckpointManagerOptions with "
-        "save_interval_steps and max_to_keep alone, because dpmp saves checkpoints, "
-        "which release the steps",
-    )
-    _validate.require(
-        bool(config.checkpoint_root_directory) or not config.checkpointing_options,
-        "checkpointing_options must come with a checkpoint_root_directory. Name one, "
-        "or leave the options out: without a directory, nothing is saved.",
-    )
+    if rest != CheckpointManagerOptions():
+        _validate.fail(
+            "checkpointing_options must be orbax's CheckpointManagerOptions with "
+            "save_interval_steps and max_to_keep alone, because dpmp saves "
+            "checkpoints, which release the steps"
+        )
+    if not config.checkpoint_root_directory and config.checkpointing_options:
+        _validate.fail(
+            "checkpointing_options must come with a checkpoint_root_directory. Name "
+            "one, or leave the options out: without a directory, nothing is saved."
+        )
     kept = {} if options.max_to_keep is None else {"keep": options.max_to_keep}
     directory = config.checkpoint_root_directory
     return {"checkpoint_dir": directory, "every": options.save_interval_steps, **kept}
@@ -432,10 +430,10 @@ def _checkpoint_options(config: Any) -> dict[str, Any]:
 def _policy_of(params: Any) -> str:
     dtypes = {x.dtype.name for x in jax.tree.leaves(params)}
     presets = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
-    _validate.require(
-        len(dtypes) == 1 and dtypes <= presets.keys(),
-        "the trained parameters must be all float32 or all bfloat16, unless there is a "
-        'policy. Use policy="mixed_bfloat16", for example.',
-        dtypes=sorted(dtypes),
-    )
+    if not (len(dtypes) == 1 and dtypes <= presets.keys()):
+        _validate.fail(
+            "the trained parameters must be all float32 or all bfloat16, unless there "
+            'is a policy. Use policy="mixed_bfloat16", for example.',
+            dtypes=sorted(dtypes),
+        )
     return presets[dtypes.pop()]

@@ -14,8 +14,7 @@ def test_a_message_says_what_is_required_what_was_given_and_what_to_do():
     with pytest.raises(ValueError, match=r"^x must be y; got x=1, z='a'\. Use y\.$"):
         _validate.fail("x must be y", x=1, z="a", fix="Use y.")
     with pytest.raises(KeyError, match="x must be y"):
-        _validate.require(False, "x must be y", x=1, fix="", error=KeyError)
-    _validate.require(True, "x must be y", x=1, fix="", error=KeyError)
+        _validate.fail("x must be y", x=1, fix="", error=KeyError)
 
 
 @pytest.mark.parametrize(

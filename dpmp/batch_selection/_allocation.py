@@ -145,13 +145,13 @@ class Drawer:
 
     def __call__(self, step: int, key: int) -> np.ndarray:
         sampling = self._sampling
-        _validate.require(
-            step == self._next,
-            "batches of random allocation must be drawn in order, because an epoch "
-            "ties them together. Make another drawer to begin elsewhere.",
-            step=step,
-            next_step=self._next,
-        )
+        if step != self._next:
+            _validate.fail(
+                "batches of random allocation must be drawn in order, because an "
+                "epoch ties them together. Make another drawer to begin elsewhere.",
+                step=step,
+                next_step=self._next,
+            )
         self._next += 1
         place = step % sampling.steps_per_epoch
         if step - place < self.start:

@@ -187,11 +187,11 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
 def size_for(sampling: Any, given: Any, *, least: int = 1) -> int:
     """The size of the dataset of a sampling; ValueError if another one is given."""
     known = sampling.num_examples
-    _validate.require(
-        known is None or given is None or as_number(given) == known,
-        "num_examples must be that of the mechanism, whose noise is not for any other. "
-        "Leave it out, or make a mechanism for this dataset.",
-    )
+    if known is not None and given is not None and as_number(given) != known:
+        _validate.fail(
+            "num_examples must be that of the mechanism, whose noise is not for any "
+            "other. Leave it out, or make a mechanism for this dataset."
+        )
     return _validate.integer_in(
         range(least, 2**63),
         f"num_examples must be an integer from {least} to 2^63 - 1. Pass the size of "

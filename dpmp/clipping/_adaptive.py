@@ -108,12 +108,12 @@ class AdaptiveClipNorm:
             _validate.fields(self, initial=_positive_norm)
         optional = ("quantile", "learning_rate", "norm_share", "lowest", "highest")
         _validate.fields(self, **dict.fromkeys(optional, _positive))
-        _validate.require(
-            self.quantile < 1,
-            "quantile must be below 1: a clip norm above all norms is not known. Use "
-            "0.5, for example.",
-            quantile=self.quantile,
-        )
+        if not self.quantile < 1:
+            _validate.fail(
+                "quantile must be below 1: a clip norm above all norms is not known. "
+                "Use 0.5, for example.",
+                quantile=self.quantile,
+            )
         self._check_range()
 
     def _check_range(self) -> None:
@@ -122,14 +122,15 @@ class AdaptiveClipNorm:
             initial = self.lowest
         # In float32, because the clip norm of a step is a float32.
         norms = list(map(np.float32, (1e-15, self.lowest, initial, self.highest, 1e15)))
-        _validate.require(
-            norms == sorted(norms),
-            "clip norms must satisfy 1e-15 <= lowest <= initial <= highest <= 1e15. "
-            "Leave lowest and highest out, or choose an initial clip norm between.",
-            lowest=self.lowest,
-            initial=initial,
-            highest=self.highest,
-        )
+        if norms != sorted(norms):
+            _validate.fail(
+                "clip norms must satisfy 1e-15 <= lowest <= initial <= highest <= "
+                "1e15. Leave lowest and highest out, or choose an initial clip norm "
+                "between.",
+                lowest=self.lowest,
+                initial=initial,
+                highest=self.highest,
+            )
 
     def at(self, clip_norm: Any) -> "AdaptiveClipNorm":
         """A copy with another initial clip norm, which may be a traced scalar."""
@@ -197,12 +198,12 @@ def with_clip_norm(l2_clip_norm: PyTree, clip_norm: Any) -> PyTree:
       ValueError: if `clip_norm` is given for a fixed clip norm, or missing otherwise.
     """
     adapts = isinstance(l2_clip_norm, AdaptiveClipNorm)
-    _validate.require(
-        adapts == (clip_norm is not None),
-        "clip_norm must be given for an AdaptiveClipNorm, and for nothing else",
-        l2_clip_norm=l2_clip_norm,
-        clip_norm=None if clip_norm is None else type(clip_norm).__name__,
-        fix="Begin with mechanism.initial_clip_norm, and go on with the clip_norm that "
-        "mechanism.split(noisy, clip_norm=...) returns.",
-    )
+    if adapts != (clip_norm is not None):
+        _validate.fail(
+            "clip_norm must be given for an AdaptiveClipNorm, and for nothing else",
+            l2_clip_norm=l2_clip_norm,
+            clip_norm=None if clip_norm is None else type(clip_norm).__name__,
+            fix="Begin with mechanism.initial_clip_norm, and go on with the clip_norm "
+            "that mechanism.split(noisy, clip_norm=...) returns.",
+        )
     return l2_clip_norm.at(clip_norm) if adapts else l2_clip_norm

@@ -102,14 +102,13 @@ def sensitivity(
         "Use ADD_OR_REMOVE_ONE, REPLACE_ONE or REPLACE_SPECIAL.",
         neighboring_relation=neighboring_relation,
     )
-    _validate.require(
-        not assumes_fixed_slots
-        or neighboring_relation is not relations.ADD_OR_REMOVE_ONE,
-        '"bounded" sums must have neighbours of equal size. Use REPLACE_SPECIAL '
-        '(zero-out), whose epsilon is the same, or "exact" sums with '
-        'method="per_example".',
-        neighboring_relation=neighboring_relation.name,
-    )
+    if assumes_fixed_slots and neighboring_relation is relations.ADD_OR_REMOVE_ONE:
+        _validate.fail(
+            '"bounded" sums must have neighbours of equal size. Use REPLACE_SPECIAL '
+            '(zero-out), whose epsilon is the same, or "exact" sums with '
+            'method="per_example".',
+            neighboring_relation=neighboring_relation.name,
+        )
     return l2_norm_bound * (2 if neighboring_relation is relations.REPLACE_ONE else 1)
 
 

@@ -74,11 +74,11 @@ class AutomaticClipping:
 
     def __post_init__(self):
         _validate.fields(self, stability=_validate.positive)
-        _validate.require(
-            1e-15 <= self.stability <= 1e15,
-            "stability must be from 1e-15 to 1e15. Use 0.01, for example.",
-            stability=self.stability,
-        )
+        if not 1e-15 <= self.stability <= 1e15:
+            _validate.fail(
+                "stability must be from 1e-15 to 1e15. Use 0.01, for example.",
+                stability=self.stability,
+            )
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,13 @@ class ClipNorms:
         )
         total = math.hypot(*norms)
         scales = *norms, normalize_by, total / normalize_by
-        _validate.require(
-            all(x in (0, math.inf) or 1e-15 <= x <= 1e15 for x in scales),
-            "clip norms and normalize_by must be from 1e-15 to 1e15. Rescale the loss: "
-            "float32 cannot handle other sizes.",
-            l2_clip_norm=total,
-            normalize_by=normalize_by,
-        )
+        if not all(x in (0, math.inf) or 1e-15 <= x <= 1e15 for x in scales):
+            _validate.fail(
+                "clip norms and normalize_by must be from 1e-15 to 1e15. Rescale the "
+                "loss: float32 cannot handle other sizes.",
+                l2_clip_norm=total,
+                normalize_by=normalize_by,
+            )
         return cls(
             tuple(norms), prefix, rescale_to_unit_norm, normalize_by, traced, stability
         )
@@ -165,12 +165,12 @@ class ClipNorms:
                 clipped=jax.tree.structure(tree),
                 fix=f"Make the trees agree. They differ: {error}.",
             )
-        _validate.require(
-            all(jax.tree.leaves(group) for group in groups),
-            "every clip norm must clip at least one array. Remove the clip norms or "
-            "the argnums that have no array.",
-            clipped=jax.tree.structure(tree),
-        )
+        if not all(jax.tree.leaves(group) for group in groups):
+            _validate.fail(
+                "every clip norm must clip at least one array. Remove the clip norms "
+                "or the argnums that have no array.",
+                clipped=jax.tree.structure(tree),
+            )
 
     @property
     def targets(self) -> list[tuple[float, Any]]:
@@ -270,46 +270,47 @@ def _check(norms: list[Any], rescale_to_unit_norm: bool) -> None:
     Such a run would train on noise alone, without any error. The exception is a
     rescaled clip norm of 0: in this limit, gradients are divided by their norms.
     """
-    _validate.require(
-        len(norms) > 0,
-        "l2_clip_norm must hold at least one number. Pass a number, or a tree of "
-        "numbers that is a prefix of the gradient.",
-        l2_clip_norm=norms,
-    )
-    _validate.require(
-        all(_validate.is_real(norm) and norm >= 0 for norm in norms),
-        "every l2_clip_norm must be a number above 0 (infinity included). Pass "
-        "numbers: a clip norm is public and known before tracing.",
-        l2_clip_norm=norms,
-    )
-    _validate.require(
-        all(norms) or (rescale_to_unit_norm and not any(norms)),
-        "every l2_clip_norm must be a number above 0, since a clip norm of 0 makes "
-        "every gradient zero",
-        l2_clip_norm=norms,
-        fix="Use 1.0, for example, or a typical gradient norm of public examples. To "
-        "freeze parameters, leave them out of what is differentiated.",
-    )
-    _validate.require(
-        not (rescale_to_unit_norm and any(map(math.isinf, norms))),
-        "every l2_clip_norm must be finite with rescale_to_unit_norm, which divides by "
-        "it. Pass a finite clip norm, or leave out rescale_to_unit_norm.",
-        l2_clip_norm=norms,
-    )
+    if not norms:
+        _validate.fail(
+            "l2_clip_norm must hold at least one number. Pass a number, or a tree of "
+            "numbers that is a prefix of the gradient.",
+            l2_clip_norm=norms,
+        )
+    if not all(_validate.is_real(norm) and norm >= 0 for norm in norms):
+        _validate.fail(
+            "every l2_clip_norm must be a number above 0 (infinity included). Pass "
+            "numbers: a clip norm is public and known before tracing.",
+            l2_clip_norm=norms,
+        )
+    if not all(norms) and (not rescale_to_unit_norm or any(norms)):
+        _validate.fail(
+            "every l2_clip_norm must be a number above 0, since a clip norm of 0 "
+            "makes every gradient zero",
+            l2_clip_norm=norms,
+            fix="Use 1.0, for example, or a typical gradient norm of public examples. "
+            "To freeze parameters, leave them out of what is differentiated.",
+        )
+    if rescale_to_unit_norm and any(map(math.isinf, norms)):
+        _validate.fail(
+            "every l2_clip_norm must be finite with rescale_to_unit_norm, which "
+            "divides by it. Pass a finite clip norm, or leave out "
+            "rescale_to_unit_norm.",
+            l2_clip_norm=norms,
+        )
 
 
 def _check_traced(norms: list[Any], rescale_to_unit_norm: bool) -> None:
     is_float = all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in norms)
-    _validate.require(
-        len(norms) == 1 and is_float and jnp.shape(norms[0]) == (),
-        "a traced l2_clip_norm must be one float scalar for all parameters. Pass "
-        "Python numbers for several clip norms.",
-        l2_clip_norm=norms,
-    )
-    _validate.require(
-        rescale_to_unit_norm,
-        "a traced l2_clip_norm needs a sensitivity that does not depend on it. Set "
-        "rescale_to_unit_norm=True, which divides the clipped gradients by the clip "
-        "norm, or pass a Python number.",
-        rescale_to_unit_norm=rescale_to_unit_norm,
-    )
+    if len(norms) != 1 or not is_float or jnp.shape(norms[0]) != ():
+        _validate.fail(
+            "a traced l2_clip_norm must be one float scalar for all parameters. Pass "
+            "Python numbers for several clip norms.",
+            l2_clip_norm=norms,
+        )
+    if not rescale_to_unit_norm:
+        _validate.fail(
+            "a traced l2_clip_norm needs a sensitivity that does not depend on it. "
+            "Set rescale_to_unit_norm=True, which divides the clipped gradients by "
+            "the clip norm, or pass a Python number.",
+            rescale_to_unit_norm=rescale_to_unit_norm,
+        )

@@ -183,13 +183,13 @@ def clip_pytree(
     pytree = as_device_dtypes(pytree)
     clip_norms.check_prefix_of(pytree)
     return_zero = jnp.asarray(as_mask(return_zero=return_zero))
-    _validate.require(
-        return_zero.shape == () and return_zero.dtype == jnp.dtype("bool"),
-        "return_zero must be one bool. For a batch, use clipped_fun and "
-        "is_padding_example.",
-        shape=return_zero.shape,
-        dtype=return_zero.dtype.name,
-    )
+    if return_zero.shape != () or return_zero.dtype != jnp.dtype("bool"):
+        _validate.fail(
+            "return_zero must be one bool. For a batch, use clipped_fun and "
+            "is_padding_example.",
+            shape=return_zero.shape,
+            dtype=return_zero.dtype.name,
+        )
     targets, stability = clip_norms.targets, clip_norms.stability
     with without_debugging():
         grads = store_one(pytree)

@@ -223,12 +223,12 @@ def clipped_grad(
     loss_scale = None
     if isinstance(fun, ScaledLoss):
         fun, loss_scale = fun.fun, fun.loss_scale
-        _validate.require(
-            pre_clipping_transform is None,
-            "pre_clipping_transform must be given gradients without a loss_scale. "
-            "Leave one of them out, or make the transform a part of the loss.",
-            loss_scale=loss_scale,
-        )
+        if pre_clipping_transform is not None:
+            _validate.fail(
+                "pre_clipping_transform must be given gradients without a loss_scale. "
+                "Leave one of them out, or make the transform a part of the loss.",
+                loss_scale=loss_scale,
+            )
     joint = JointCoordinates.of(
         released_metrics,
         l2_clip_norm,

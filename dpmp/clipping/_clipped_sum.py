@@ -96,12 +96,12 @@ class ClippedSum:
             others = jax.tree.map(_meshes.resharded, kwargs)
             return self._one_microbatch(with_examples(examples), others, is_padding)
 
-        _validate.require(
-            batch_size % (self.microbatch_size or 1) == 0,
-            "microbatch_size must divide the batch size. Pad the batch, and mark the "
-            "padding in is_padding_example.",
-            microbatch_size=self.microbatch_size,
-        )
+        if batch_size % (self.microbatch_size or 1) != 0:
+            _validate.fail(
+                "microbatch_size must divide the batch size. Pad the batch, and mark "
+                "the padding in is_padding_example.",
+                microbatch_size=self.microbatch_size,
+            )
         if batch_size == 0:
             total, outputs = _empty(partial(one_microbatch, kwargs), examples)
             return self.arithmetic.finish(total), outputs

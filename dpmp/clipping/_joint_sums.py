@@ -111,12 +111,12 @@ class ReleasedMetrics:
             fraction_clipped=_validate.boolean,
             fraction_overflowed=_validate.boolean,
         )
-        _validate.require(
-            bool(self.names),
-            "at least one metric must be released. Choose one, or leave "
-            "released_metrics out.",
-            released_metrics=self,
-        )
+        if not self.names:
+            _validate.fail(
+                "at least one metric must be released. Choose one, or leave "
+                "released_metrics out.",
+                released_metrics=self,
+            )
 
     @classmethod
     def with_overflows(cls, metrics: "ReleasedMetrics | None") -> "ReleasedMetrics":
@@ -260,26 +260,26 @@ class JointCoordinates:
             fix = "Use dpmp.ReleasedMetrics(fraction_clipped=True), for example."
             _validate.instance(ReleasedMetrics, fix, released_metrics=metrics)
         adapts = isinstance(l2_clip_norm, AdaptiveClipNorm)
-        _validate.require(
-            nan_safe or not (metrics or adapts),
-            "released_metrics and AdaptiveClipNorm must have nan_safe=True. Leave "
-            "nan_safe out.",
-            nan_safe=nan_safe,
-        )
-        _validate.require(
-            rescale_to_unit_norm or not adapts,
-            "an AdaptiveClipNorm needs a sensitivity that does not depend on it. Set "
-            "rescale_to_unit_norm=True, and multiply by the clip norm after the noise "
-            "is added.",
-            rescale_to_unit_norm=rescale_to_unit_norm,
-        )
+        if not nan_safe and (metrics or adapts):
+            _validate.fail(
+                "released_metrics and AdaptiveClipNorm must have nan_safe=True. Leave "
+                "nan_safe out.",
+                nan_safe=nan_safe,
+            )
+        if not rescale_to_unit_norm and adapts:
+            _validate.fail(
+                "an AdaptiveClipNorm needs a sensitivity that does not depend on it. "
+                "Set rescale_to_unit_norm=True, and multiply by the clip norm after "
+                "the noise is added.",
+                rescale_to_unit_norm=rescale_to_unit_norm,
+            )
         is_automatic = isinstance(l2_clip_norm, AutomaticClipping)
-        _validate.require(
-            not (is_automatic and metrics and metrics.fraction_clipped),
-            "fraction_clipped needs a clip norm: automatic clipping scales all "
-            "gradients. Leave fraction_clipped out.",
-            l2_clip_norm=l2_clip_norm,
-        )
+        if is_automatic and metrics and metrics.fraction_clipped:
+            _validate.fail(
+                "fraction_clipped needs a clip norm: automatic clipping scales all "
+                "gradients. Leave fraction_clipped out.",
+                l2_clip_norm=l2_clip_norm,
+            )
         return cls(metrics, l2_clip_norm if adapts else None)
 
     def norm_bound(self, l2_norm_bound: float) -> float:

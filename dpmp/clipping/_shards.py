@@ -65,12 +65,14 @@ class Shards:
         if isinstance(given, Shards):
             return given
         given = (given,) if isinstance(given, str) else given or ()
-        _validate.require(
-            isinstance(given, Sequence) and all(isinstance(x, str) for x in given),
-            'spmd_axis_name must be names of axes of the mesh. Use "data", or a tuple '
-            "of names.",
-            spmd_axis_name=given,
-        )
+        if not isinstance(given, Sequence) or not all(
+            isinstance(x, str) for x in given
+        ):
+            _validate.fail(
+                'spmd_axis_name must be names of axes of the mesh. Use "data", or a '
+                "tuple of names.",
+                spmd_axis_name=given,
+            )
         return cls(tuple(given))
 
     @property
@@ -82,13 +84,13 @@ class Shards:
         """
         mesh = jax.sharding.get_abstract_mesh()
         free = [name for name in mesh.axis_names if name not in mesh.manual_axes]
-        _validate.require(
-            set(self.axes) <= set(free),
-            "spmd_axis_name must name axes of the mesh, outside of shard_map. Set the "
-            "mesh: `with jax.set_mesh(mesh):` around the call.",
-            spmd_axis_name=self.axes,
-            axes_of_the_mesh=free,
-        )
+        if not set(self.axes) <= set(free):
+            _validate.fail(
+                "spmd_axis_name must name axes of the mesh, outside of shard_map. Set "
+                "the mesh: `with jax.set_mesh(mesh):` around the call.",
+                spmd_axis_name=self.axes,
+                axes_of_the_mesh=free,
+            )
         return math.prod(mesh.shape[name] for name in self.axes)
 
     def sum(
@@ -122,13 +124,13 @@ class Shards:
             total, outputs = sum_part(examples, kwargs | tree.unflatten(parts))
             leaves, structure = jax.tree.flatten(total, is_leaf=is_grid)
             treedef[:] = [structure]
-            _validate.require(
-                len(divisions) in (0, len(leaves)),
-                f"sum_specs must have a partition spec for each of the {len(leaves)} "
-                "arrays of the sum, or none at all. Use "
-                "jax.tree.map(lambda x: x.sharding.spec, params).",
-                num_specs=len(divisions),
-            )
+            if len(divisions) not in (0, len(leaves)):
+                _validate.fail(
+                    "sum_specs must have a partition spec for each of the "
+                    f"{len(leaves)} arrays of the sum, or none at all. Use "
+                    "jax.tree.map(lambda x: x.sharding.spec, params).",
+                    num_specs=len(divisions),
+                )
             whole = [self._division(jax.P())] * len(leaves)
             return [
                 self._add_over_devices(leaf, division, arithmetic)
@@ -209,13 +211,14 @@ class Shards:
         size = self.size
         sizes = {"the batch size": batch_size, "microbatch_size": microbatch_size or 0}
         for name, number in sizes.items():
-            _validate.require(
-                number % size == 0,
-                f"{name} must be a multiple of the {size} devices over which the batch "
-                f"is divided. Use a microbatch_size that is a multiple of {size}, to "
-                "which DPSGD pads batches; or divide the batch over fewer devices.",
-                microbatch_size=microbatch_size,
-            )
+            if number % size != 0:
+                _validate.fail(
+                    f"{name} must be a multiple of the {size} devices over which the "
+                    "batch is divided. Use a microbatch_size that is a multiple of "
+                    f"{size}, to which DPSGD pads batches; or divide the batch over "
+                    "fewer devices.",
+                    microbatch_size=microbatch_size,
+                )
         return microbatch_size and microbatch_size // size
 
 

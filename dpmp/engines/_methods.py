@@ -71,12 +71,12 @@ GradEngine: TypeAlias = Callable[..., PerExampleGrads]
 def check_method(method: str, pre_clipping_transform: Any = None) -> None:
     """Raises ValueError for an unknown method, or one that cannot apply a transform."""
     _validate.one_of(METHODS, method=method)
-    _validate.require(
-        pre_clipping_transform is None or method != "book_keeping",
-        "pre_clipping_transform needs an engine that materializes gradients. Use "
-        'method="per_example", or build the transform into the loss.',
-        method=method,
-    )
+    if pre_clipping_transform is not None and method == "book_keeping":
+        _validate.fail(
+            "pre_clipping_transform needs an engine that materializes gradients. Use "
+            'method="per_example", or build the transform into the loss.',
+            method=method,
+        )
 
 
 def make_engine(
@@ -155,13 +155,13 @@ def _to_power_of_two(scale: Any) -> jax.Array:
     in one place and not in another.
     """
     scale = jnp.asarray(scale)
-    _validate.require(
-        scale.shape == () and jnp.issubdtype(scale.dtype, jnp.number),
-        "the loss_scale of an example must be one number. Return a scalar from the "
-        "function, as dpmp.loss_scaling.by_loss() does.",
-        shape=scale.shape,
-        dtype=scale.dtype.name,
-    )
+    if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.number):
+        _validate.fail(
+            "the loss_scale of an example must be one number. Return a scalar from "
+            "the function, as dpmp.loss_scaling.by_loss() does.",
+            shape=scale.shape,
+            dtype=scale.dtype.name,
+        )
     bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
     exponent = bits >> 23  # negative for negative numbers: the sign bit is on top
     is_scale = (exponent >= 0) & (exponent < 255)

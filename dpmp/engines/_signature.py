@@ -50,14 +50,14 @@ class Signature:
         batched = _as_argnums("batch_argnums", batch_argnums)
         keys = () if prng_argnum is None else _as_argnums("prng_argnum", prng_argnum)
         every = (*positions, *batched, *keys)
-        _validate.require(
-            len(set(every)) == len(every),
-            "argnums, batch_argnums and prng_argnum must not overlap. An argument is "
-            "differentiated, or batched, or a key.",
-            argnums=argnums,
-            batch_argnums=batch_argnums,
-            prng_argnum=prng_argnum,
-        )
+        if len(set(every)) != len(every):
+            _validate.fail(
+                "argnums, batch_argnums and prng_argnum must not overlap. An argument "
+                "is differentiated, or batched, or a key.",
+                argnums=argnums,
+                batch_argnums=batch_argnums,
+                prng_argnum=prng_argnum,
+            )
         is_single = not isinstance(argnums, tuple | list | None)
         params, key = every[0] if is_single else positions, keys[0] if keys else None
         return cls(params, batched, key, keep_batch_dim, has_aux)
@@ -130,23 +130,23 @@ class Signature:
         }
         if is_padding_example is not None:
             sizes["is_padding_example"] = jnp.shape(is_padding_example)
-            _validate.require(
-                jnp.result_type(is_padding_example) == jnp.dtype("bool"),
-                "is_padding_example must be a bool array. Compare, as in `i < 0`.",
-                dtype=jnp.result_type(is_padding_example),
-            )
+            if jnp.result_type(is_padding_example) != jnp.dtype("bool"):
+                _validate.fail(
+                    "is_padding_example must be a bool array. Compare, as in `i < 0`.",
+                    dtype=jnp.result_type(is_padding_example),
+                )
         # The sizes are not shown: one of them may be the number of drawn examples.
-        _validate.require(
-            len(set(sizes.values())) == 1 and () not in sizes.values(),
-            "all batched arguments must be arrays with one leading axis of the same "
-            "size. Stack the examples along axis 0 (of lists, make arrays), pad them "
-            "as the mask, or correct batch_argnums.",
-            without_axis=[name for name, x in sizes.items() if not x][:4],
-            of_equal_size=[
-                [name for name, x in sizes.items() if x == size]
-                for size in dict.fromkeys(filter(None, sizes.values()))
-            ],
-        )
+        if len(set(sizes.values())) != 1 or () in sizes.values():
+            _validate.fail(
+                "all batched arguments must be arrays with one leading axis of the "
+                "same size. Stack the examples along axis 0 (of lists, make arrays), "
+                "pad them as the mask, or correct batch_argnums.",
+                without_axis=[name for name, x in sizes.items() if not x][:4],
+                of_equal_size=[
+                    [name for name, x in sizes.items() if x == size]
+                    for size in dict.fromkeys(filter(None, sizes.values()))
+                ],
+            )
         ((batch_size,),) = set(sizes.values())
         return batch_size
 
@@ -189,12 +189,12 @@ class Signature:
                 for i, arg in enumerate(args)
             ]
             output = fun(*given, **kwargs)
-            _validate.require(
-                not self.has_aux or (isinstance(output, tuple) and len(output) == 2),
-                "with has_aux=True fun must return a pair (value, aux). Return two "
-                "values, or leave has_aux out.",
-                output=type(output).__name__,
-            )
+            if self.has_aux and (not isinstance(output, tuple) or len(output) != 2):
+                _validate.fail(
+                    "with has_aux=True fun must return a pair (value, aux). Return "
+                    "two values, or leave has_aux out.",
+                    output=type(output).__name__,
+                )
             value, aux = output if self.has_aux else (output, None)
             check(value)
             return value, jax.tree.map(drop_batch_of_one, aux)
@@ -216,57 +216,63 @@ def _as_argnums(name: str, argnums: Any) -> tuple[int, ...]:
     """Turns one position, or several, into a tuple."""
     as_tuple = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     as_tuple = tuple(map(as_number, as_tuple))
-    _validate.require(
-        len(as_tuple) > 0 and all(_validate.is_integer(i) and i >= 0 for i in as_tuple),
-        f"{name} must be one or more positions, counted from 0. Negative positions are "
-        "not supported.",
-        argnums=argnums,
-    )
+    if not as_tuple or not all(_validate.is_integer(i) and i >= 0 for i in as_tuple):
+        _validate.fail(
+            f"{name} must be one or more positions, counted from 0. Negative "
+            "positions are not supported.",
+            argnums=argnums,
+        )
     return as_tuple
 
 
 def check_num_args(args: Sequence[Any], argnums: tuple[int, ...]) -> None:
     """Raises ValueError unless every position in `argnums` has an argument."""
-    _validate.require(
-        len(args) > max(argnums),
-        f"there must be at least {max(argnums) + 1} positional arguments. Pass the "
-        "arguments that argnums name by position.",
-        num_args=len(args),
-    )
+    if len(args) <= max(argnums):
+        _validate.fail(
+            f"there must be at least {max(argnums) + 1} positional arguments. Pass "
+            "the arguments that argnums name by position.",
+            num_args=len(args),
+        )
 
 
 def check_float_leaves(tree: PyTree, name: str) -> None:
     """Raises ValueError, with the name of the leaf, if a leaf cannot be clipped."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    _validate.require(
-        len(leaves) > 0,
-        f"{name} must hold at least one array. Correct argnums, or what the function "
-        "returns.",
-        tree=jax.tree.structure(tree),
-    )
+    if not leaves:
+        _validate.fail(
+            f"{name} must hold at least one array. Correct argnums, or what the "
+            "function returns.",
+            tree=jax.tree.structure(tree),
+        )
     for path, leaf in leaves:
         # For other types, jax's own error would show the content of the leaf.
         of_number = np.dtype(float) if isinstance(leaf, float) else None
         dtype = getattr(leaf, "dtype", of_number)
         is_array = isinstance(dtype, np.dtype)
         type_name = name_of(dtype) if is_array else type(leaf).__name__
-        _validate.require(
-            is_array and jnp.issubdtype(dtype, jnp.floating),
-            f"every leaf of {name} must be a real float array. Keep integers and other "
-            "values in an argument of their own; split complex values into real and "
-            "imaginary parts.",
-            leaf=jax.tree_util.keystr(path),
-            type=type_name,
-        )
+        if not is_array or not jnp.issubdtype(dtype, jnp.floating):
+            _validate.fail(
+                f"every leaf of {name} must be a real float array. Keep integers and "
+                "other values in an argument of their own; split complex values into "
+                "real and imaginary parts.",
+                leaf=jax.tree_util.keystr(path),
+                type=type_name,
+            )
 
 
 def check_loss(value: Any) -> None:
     """Raises ValueError unless `value` can be differentiated."""
     is_number = isinstance(value, int | float) or hasattr(value, "dtype")
     dtype = jnp.result_type(value) if is_number else np.dtype(object)
-    _validate.require(
-        is_number and jnp.shape(value) == () and jnp.issubdtype(dtype, jnp.floating),
-        "fun must return a scalar float loss for one example. Reduce it with jnp.mean "
-        "or jnp.sum; return other values as aux (has_aux).",
-        loss=f"{dtype}{list(jnp.shape(value))}" if is_number else type(value).__name__,
-    )
+    if (
+        not is_number
+        or jnp.shape(value) != ()
+        or not jnp.issubdtype(dtype, jnp.floating)
+    ):
+        _validate.fail(
+            "fun must return a scalar float loss for one example. Reduce it with "
+            "jnp.mean or jnp.sum; return other values as aux (has_aux).",
+            loss=f"{dtype}{list(jnp.shape(value))}"
+            if is_number
+            else type(value).__name__,
+        )

@@ -122,26 +122,26 @@ def last_two(ndim: int) -> Axes:
 def check_fits(adapters: Any, params: PyTree, base: str | None) -> None:
     """Raises ValueError unless `params`, of fingerprint `base`, fit the adapters."""
     check_adapters(adapters)
-    _validate.require(
-        None in (adapters.base, base) or adapters.base == base,
-        "adapters must be used with the frozen arrays that they were made for. Load "
-        "the same base model, into which they were not merged before. If only its "
-        "dtype is another one, or arrays of it were trained beside the adapters, pass "
-        "adapters.for_base(params).",
-        made_for=adapters.base,
-        given=base,
-    )
+    if None not in (adapters.base, base) and adapters.base != base:
+        _validate.fail(
+            "adapters must be used with the frozen arrays that they were made for. "
+            "Load the same base model, into which they were not merged before. If "
+            "only its dtype is another one, or arrays of it were trained beside the "
+            "adapters, pass adapters.for_base(params).",
+            made_for=adapters.base,
+            given=base,
+        )
     _check_shapes(adapters, params)
 
 
 def check_adapters(adapters: Any) -> None:
     """Raises ValueError unless the argument is an `Adapters`."""
-    _validate.require(
-        isinstance(adapters, Adapters),
-        "adapters must come from lora.init or lora.load. Pass them, and the parameters "
-        "of the model apart from them.",
-        type=type(adapters).__name__,
-    )
+    if not isinstance(adapters, Adapters):
+        _validate.fail(
+            "adapters must come from lora.init or lora.load. Pass them, and the "
+            "parameters of the model apart from them.",
+            type=type(adapters).__name__,
+        )
 
 
 def _check_shapes(adapters: Adapters, params: PyTree) -> None:
@@ -150,26 +150,26 @@ def _check_shapes(adapters: Adapters, params: PyTree) -> None:
     for path, axes in adapters.axes:
         wanted = factor_shapes(arrays[path].shape, axes, adapters.rank)
         given = tuple(map(jnp.shape, adapters.factors[path]))
-        _validate.require(
-            given == wanted,
-            "the factors of adapters must have the shapes of their target. Load the "
-            "model, and the adapters, that belong together.",
-            target=path,
-            shape=arrays[path].shape,
-            factors=given,
-            wanted=wanted,
-        )
+        if given != wanted:
+            _validate.fail(
+                "the factors of adapters must have the shapes of their target. Load "
+                "the model, and the adapters, that belong together.",
+                target=path,
+                shape=arrays[path].shape,
+                factors=given,
+                wanted=wanted,
+            )
 
 
 def check_targets(paths: Iterable[str], arrays: Mapping[str, Any]) -> None:
     """Raises ValueError unless the model has an array for each target."""
     missing = [path for path in paths if path not in arrays]
-    _validate.require(
-        not missing,
-        "every target of adapters must be an array of the model. Load the model that "
-        "the adapters were made for.",
-        missing=missing,
-    )
+    if missing:
+        _validate.fail(
+            "every target of adapters must be an array of the model. Load the model "
+            "that the adapters were made for.",
+            missing=missing,
+        )
 
 
 def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> None:
@@ -192,35 +192,37 @@ def check_trained(trained: Adapters, *, initial: Adapters, params: PyTree) -> No
     check_adapters(initial)
     # The base may have got another dtype, or another head.
     initial = dataclasses.replace(initial, base=trained.base)
-    _validate.require(
-        jax.tree.structure(trained) == jax.tree.structure(initial),
-        "trained and initial adapters must be of the same targets, rank and alpha. "
-        "Pass the adapters that training started from.",
-        trained=[path for path, _ in trained.axes],
-        initial=[path for path, _ in initial.axes],
-    )
+    if jax.tree.structure(trained) != jax.tree.structure(initial):
+        _validate.fail(
+            "trained and initial adapters must be of the same targets, rank and "
+            "alpha. Pass the adapters that training started from.",
+            trained=[path for path, _ in trained.axes],
+            initial=[path for path, _ in initial.axes],
+        )
     check_fits(trained, params, fingerprint(params))
     before = dict(_named(initial))
     still = [name for name, x in _named(trained) if np.array_equal(x, before[name])]
-    _validate.require(
-        not still,
-        "training must move every factor of the adapters. If these are the adapters "
-        "after training, look at the learning rate, and at whether the loss depends on "
-        "these targets. (Without noise, the factors A move from the second step on.)",
-        not_moved=", ".join(still[:3]),
-        number=len(still),
-    )
+    if still:
+        _validate.fail(
+            "training must move every factor of the adapters. If these are the "
+            "adapters after training, look at the learning rate, and at whether the "
+            "loss depends on these targets. (Without noise, the factors A move from "
+            "the second step on.)",
+            not_moved=", ".join(still[:3]),
+            number=len(still),
+        )
     check_finite(trained)
 
 
 def check_finite(adapters: Adapters) -> None:
     """Raises ValueError if an entry of a factor is infinite or NaN."""
     bad = [name for name, x in _named(adapters) if not np.all(np.isfinite(x))]
-    _validate.require(
-        not bad,
-        "every entry of an adapter must be finite. Train with a lower learning rate.",
-        not_finite=bad,
-    )
+    if bad:
+        _validate.fail(
+            "every entry of an adapter must be finite. Train with a lower learning "
+            "rate.",
+            not_finite=bad,
+        )
 
 
 def _named(adapters: Adapters) -> list[tuple[str, np.ndarray]]:

@@ -78,30 +78,32 @@ def init(
     arrays = by_path(params)
     arrays = {path: arrays[path] for path in select(params, targets=targets)}
     for path, x in arrays.items():
-        _validate.require(
-            hasattr(x, "shape") and hasattr(x.dtype, "name"),
-            "every target of LoRA must be an array. Pass the values of variables: "
-            "`variable.value` in Keras, which must run on jax (KERAS_BACKEND=jax).",
-            target=path,
-            type=type(x).__name__,
-        )
-        _validate.require(
-            len(x.shape) >= 2
-            and 0 not in x.shape
-            and jnp.issubdtype(x.dtype, jnp.floating),
-            "every target of LoRA must be a matrix of floats, or a stack of them. Make "
-            '`targets` more narrow, for example "query/kernel" for "query".',
-            target=path,
-            shape=x.shape,
-            dtype=x.dtype.name,
-        )
+        if not hasattr(x, "shape") or not hasattr(x.dtype, "name"):
+            _validate.fail(
+                "every target of LoRA must be an array. Pass the values of variables: "
+                "`variable.value` in Keras, which must run on jax (KERAS_BACKEND=jax).",
+                target=path,
+                type=type(x).__name__,
+            )
+        if (
+            len(x.shape) < 2
+            or 0 in x.shape
+            or not jnp.issubdtype(x.dtype, jnp.floating)
+        ):
+            _validate.fail(
+                "every target of LoRA must be a matrix of floats, or a stack of them. "
+                'Make `targets` more narrow, for example "query/kernel" for "query".',
+                target=path,
+                shape=x.shape,
+                dtype=x.dtype.name,
+            )
     axes = {path: last_two(len(x.shape)) for path, x in arrays.items()}
-    _validate.require(
-        isinstance(example_args, Sequence) and (fun is None or len(example_args) > 0),
-        "example_args must be the arguments of fun after the parameters. Pass a tuple: "
-        "(batch,).",
-        type=type(example_args).__name__,
-    )
+    if not isinstance(example_args, Sequence) or (fun is not None and not example_args):
+        _validate.fail(
+            "example_args must be the arguments of fun after the parameters. Pass a "
+            "tuple: (batch,).",
+            type=type(example_args).__name__,
+        )
     if fun is not None:
         axes = _read_axes(fun, (params, *as_device_dtypes(example_args)), axes)
     factors = {
@@ -217,11 +219,10 @@ def merge(params: PyTree, adapters: Adapters, *, dtype: Any = None) -> PyTree:
         floating type.
     """
     check_fits(adapters, params, fingerprint(params))
-    _validate.require(
-        dtype is None or jnp.issubdtype(dtype, jnp.floating),
-        "dtype must be None or a floating type. Use jnp.float32.",
-        dtype=dtype,
-    )
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        _validate.fail(
+            "dtype must be None or a floating type. Use jnp.float32.", dtype=dtype
+        )
     axes = dict(adapters.axes)
 
     def merged(path: str, x: Any) -> Any:

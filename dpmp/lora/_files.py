@@ -69,23 +69,23 @@ def save(
         names=names
     )
     own = {"r", "lora_alpha", "target_modules", "peft_type"}
-    _validate.require(
-        isinstance(config, Mapping | None) and own.isdisjoint(config or ()),
-        "config must be a dict of entries that dpmp does not write itself. Use "
-        '{"base_model_name_or_path": "owner/model"}.',
-        config=config,
-    )
+    if not isinstance(config, Mapping | None) or not own.isdisjoint(config or ()):
+        _validate.fail(
+            "config must be a dict of entries that dpmp does not write itself. Use "
+            '{"base_model_name_or_path": "owner/model"}.',
+            config=config,
+        )
     if initial is None:
         check_fits(adapters, params, fingerprint(params))
         check_finite(adapters)
     else:
         check_trained(adapters, initial=initial, params=params)
     zero = [path for path, (_, b) in adapters.factors.items() if not np.any(b)]
-    _validate.require(
-        not zero,
-        "every adapter must change its target. Save the adapters after training.",
-        zero=zero,
-    )
+    if zero:
+        _validate.fail(
+            "every adapter must change its target. Save the adapters after training.",
+            zero=zero,
+        )
     targets = by_path(params)
     shapes = {path: x.shape for path, x in targets.items()}
     places = {
@@ -93,12 +93,12 @@ def save(
         for path, axes in adapters.axes
     }
     nameless = [path for path, place in places.items() if not place.modules]
-    _validate.require(
-        not nameless,
-        "every layer of a target must have a module name. Leave `names` out, or adapt "
-        "arrays that are modules of the other library.",
-        nameless=nameless,
-    )
+    if nameless:
+        _validate.fail(
+            "every layer of a target must have a module name. Leave `names` out, or "
+            "adapt arrays that are modules of the other library.",
+            nameless=nameless,
+        )
     parts = _peft.parts_of(places.values())
     layout = _peft.Layout(places, adapters.rank, parts)
     arrays = layout.to_arrays(adapters.factors)
@@ -119,12 +119,12 @@ def save(
     _write(folder / _CONFIG, json.dumps(content, indent=2).encode())
     saved = load(folder, params)
     same = jax.tree.map(np.array_equal, adapters.factors, saved.factors)
-    _validate.require(
-        saved.scale == adapters.scale and all(jax.tree.leaves(same)),
-        "saved adapters must be the same when they are loaded. Save them in float32, "
-        "as lora.init makes them.",
-        directory=str(folder),
-    )
+    if saved.scale != adapters.scale or not all(jax.tree.leaves(same)):
+        _validate.fail(
+            "saved adapters must be the same when they are loaded. Save them in "
+            "float32, as lora.init makes them.",
+            directory=str(folder),
+        )
 
 
 def _write(file: pathlib.Path, data: bytes) -> None:
@@ -167,12 +167,12 @@ def load(
     if ours is not None:
         present = {"arrays": fingerprint(arrays), "alpha": alpha}
         changed = [name for name, x in present.items() if ours[name] != x]
-        _validate.require(
-            not changed,
-            "adapters must be loaded as lora.save has written them. Load the original "
-            "directory, or save the adapters again.",
-            changed=changed,
-        )
+        if changed:
+            _validate.fail(
+                "adapters must be loaded as lora.save has written them. Load the "
+                "original directory, or save the adapters again.",
+                changed=changed,
+            )
         _check_types(ours, targets)
     adapters = Adapters(
         factors=factors,
@@ -225,15 +225,15 @@ def _check_types(ours: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
     for path, target in ours["targets"].items():
         given = type_of(targets[path])
         trained_on = target.get("type", given)  # older files do not have it
-        _validate.require(
-            given == trained_on,
-            "adapters must be loaded for the base model in the dtype of training. Load "
-            "the base model like that. To use the adapters in another dtype, then call "
-            "adapters.for_base(params).",
-            target=path,
-            trained_on=trained_on,
-            given=given,
-        )
+        if given != trained_on:
+            _validate.fail(
+                "adapters must be loaded for the base model in the dtype of training. "
+                "Load the base model like that. To use the adapters in another dtype, "
+                "then call adapters.for_base(params).",
+                target=path,
+                trained_on=trained_on,
+                given=given,
+            )
 
 
 def _found(
@@ -244,8 +244,8 @@ def _found(
     """The targets of a file that another library has written."""
     if names is None:
         _validate.fail(
-            "the module names of the model must be known for files of other libraries. "
-            "Pass `names`, a function of the path of an array and a layer."
+            "the module names of the model must be known for files of other "
+            "libraries. Pass `names`, a function of the path of an array and a layer."
         )
     places = {}
     for path, shape in shapes.items():

@@ -22,12 +22,13 @@ def fingerprint(params: PyTree) -> str | None:
     Raises ValueError, with the names, for leaves that are no arrays of numbers.
     """
     arrays = by_path(params, is_leaf=None)
-    _validate.require(
-        all(map(_is_array, arrays.values())),
-        "params must be a tree of arrays. Turn numbers into arrays by jnp.asarray, and "
-        "leave other values out, as by eqx.partition(model, eqx.is_array).",
-        no_arrays=[path for path, x in arrays.items() if not _is_array(x)],
-    )
+    if not all(map(_is_array, arrays.values())):
+        _validate.fail(
+            "params must be a tree of arrays. Turn numbers into arrays by "
+            "jnp.asarray, and leave other values out, as by eqx.partition(model, "
+            "eqx.is_array).",
+            no_arrays=[path for path, x in arrays.items() if not _is_array(x)],
+        )
     if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
         return None
     with without_debugging():

@@ -28,11 +28,11 @@ def by_path(
 
     A quantised array counts as one, unless `is_leaf` says otherwise.
     """
-    _validate.require(
-        tree is not None,
-        "params must be a tree of arrays. Pass the parameters of the model.",
-        params=None,
-    )
+    if tree is None:
+        _validate.fail(
+            "params must be a tree of arrays. Pass the parameters of the model.",
+            params=None,
+        )
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
     return {path_of(keys): leaf for keys, leaf in leaves}
 
@@ -60,23 +60,23 @@ def select(tree: PyTree, **selection: Any) -> list[str]:
         pattern = _pattern(given)
         selected = [path for path in paths if pattern.search(path)]
     else:
-        _validate.require(
-            isinstance(given, Collection) and all(isinstance(x, str) for x in given),
-            "a selection must be a regular expression, as a text, or a list of names",
-            fix=fix,
-            **selection,
-        )
+        if not isinstance(given, Collection) or not all(
+            isinstance(x, str) for x in given
+        ):
+            _validate.fail(
+                "a selection must be a regular expression, as a text, or a list of "
+                "names",
+                fix=fix,
+                **selection,
+            )
         unknown = sorted({*given} - {*paths})
-        _validate.require(
-            not unknown,
-            "every selected name must be that of an array",
-            unknown=unknown,
-            fix=fix,
-        )
+        if unknown:
+            _validate.fail(
+                "every selected name must be that of an array", unknown=unknown, fix=fix
+            )
         selected = [path for path in paths if path in {*given}]
-    _validate.require(
-        bool(selected), "at least one array must be selected", fix=fix, **selection
-    )
+    if not selected:
+        _validate.fail("at least one array must be selected", fix=fix, **selection)
     return selected
 
 
@@ -133,22 +133,20 @@ def combine(trainable: PyTree, frozen: PyTree) -> PyTree:
     fix = "Pass both results of lora.partition."
     parts = {"trainable": trainable, "frozen": frozen}
     missing = [name for name, part in parts.items() if part is None]
-    _validate.require(
-        # The parts of a tree that is one array are this array and None.
-        not missing
-        or jax.tree_util.all_leaves([frozen if trainable is None else trainable]),
-        "both parts of the parameters must be given",
-        fix=fix,
-        missing=missing,
-    )
+    if missing and not jax.tree_util.all_leaves(
+        [frozen if trainable is None else trainable]
+    ):
+        _validate.fail(
+            "both parts of the parameters must be given", fix=fix, missing=missing
+        )
 
     def either(keys: tuple[object, ...], x: object, y: object) -> object:
-        _validate.require(
-            x is None or y is None,
-            "every array must be in one of the two parts of the parameters",
-            fix=fix,
-            in_both=path_of(keys),
-        )
+        if x is not None and y is not None:
+            _validate.fail(
+                "every array must be in one of the two parts of the parameters",
+                fix=fix,
+                in_both=path_of(keys),
+            )
         return y if x is None else x
 
     return jax.tree_util.tree_map_with_path(

@@ -75,14 +75,17 @@ def parts_of(places: Iterable[Place]) -> Parts:
     for module in (x for place in places for x in place.modules):
         others = parts.setdefault(module.name, [])
         number = num_parts.setdefault(module.name, module.num_parts)
-        _validate.require(
-            0 <= module.part < module.num_parts == number and module.part not in others,
-            "every layer of a target must have a module, or a part of one, of its own, "
-            "numbered from 0. Let `names` return (name, part, number of parts).",
-            module=tuple(module),
-            parts_of_others=others,
-            number_for_others=number,
-        )
+        if not (
+            0 <= module.part < module.num_parts == number and module.part not in others
+        ):
+            _validate.fail(
+                "every layer of a target must have a module, or a part of one, of its "
+                "own, numbered from 0. Let `names` return (name, part, number of "
+                "parts).",
+                module=tuple(module),
+                parts_of_others=others,
+                number_for_others=number,
+            )
         others.append(module.part)
     return {name: sorted(x) for name, x in parts.items()}
 
@@ -118,14 +121,14 @@ class Layout:
         wanted, given = self._shapes(), {name: x.shape for name, x in arrays.items()}
         names = sorted({*wanted, *given})
         wrong = [name for name in names if wanted.get(name) != given.get(name)][:5]
-        _validate.require(
-            bool(wanted) and not wrong,
-            "a file of adapters must have two matrices of matching shapes for each "
-            "module of a target, and no others. Load the adapters that were made for "
-            "this model, or pass other `names`.",
-            given={name: given.get(name) for name in wrong},
-            wanted={name: wanted.get(name) for name in wrong},
-        )
+        if not wanted or wrong:
+            _validate.fail(
+                "a file of adapters must have two matrices of matching shapes for "
+                "each module of a target, and no others. Load the adapters that were "
+                "made for this model, or pass other `names`.",
+                given={name: given.get(name) for name in wrong},
+                wanted={name: wanted.get(name) for name in wrong},
+            )
         factors = {}
         for path, (shape, axes, _) in self.places.items():
             shape_a, shape_b = factor_shapes(shape, axes, self.rank)
@@ -182,23 +185,23 @@ def make_config(
 
 def check_config(config: Any, parts: Parts, file: str) -> tuple[int, float]:
     """Returns the rank and alpha; raises ValueError for changes of another form."""
-    _validate.require(
-        isinstance(config, dict) and {"r", "lora_alpha"} <= {*config},
-        "the configuration of adapters must have entries for r and lora_alpha. Load a "
-        "directory that lora.save or PEFT has written.",
-        file=file,
-    )
+    if not (isinstance(config, dict) and {"r", "lora_alpha"} <= {*config}):
+        _validate.fail(
+            "the configuration of adapters must have entries for r and lora_alpha. "
+            "Load a directory that lora.save or PEFT has written.",
+            file=file,
+        )
     rank = _validate.positive_integer(r=config["r"], fix=f"Repair {file}.")
     alpha = _validate.positive(lora_alpha=config["lora_alpha"], fix=f"Repair {file}.")
     for name, value in _fixed_entries(rank, alpha, parts).items():
         given = config.get(name, value)
-        _validate.require(
-            given == value or (not given and not value),
-            f"only adapters with {name}={value!r} can be loaded. Merge these ones with "
-            "PEFT.",
-            file=file,
-            **{name: given},
-        )
+        if given != value and (given or value):
+            _validate.fail(
+                f"only adapters with {name}={value!r} can be loaded. Merge these ones "
+                "with PEFT.",
+                file=file,
+                **{name: given},
+            )
     return rank, alpha
 
 

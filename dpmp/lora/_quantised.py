@@ -42,9 +42,9 @@ def type_of(x: Any) -> str:
 def check_leading(x: Any) -> None:
     """Raises ValueError if the slices of a quantised array share scales."""
     sizes = {part.shape[0] for part in jax.tree.leaves(x)} if is_quantised(x) else {}
-    _validate.require(
-        len(sizes) <= 1,
-        "layers of a stack must not share the scales of their quantisation. Name axis "
-        "0 in `channelwise_axes` of qwix.quantize.",
-        sizes=sorted(sizes),
-    )
+    if len(sizes) > 1:
+        _validate.fail(
+            "layers of a stack must not share the scales of their quantisation. Name "
+            "axis 0 in `channelwise_axes` of qwix.quantize.",
+            sizes=sorted(sizes),
+        )

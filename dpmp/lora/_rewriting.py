@@ -55,12 +55,12 @@ def run_with_targets(
             values[i] = View(values[i], factors, origins, by_name[path])
     outputs = _run(closed, values)
     unused = [target.path for target in targets if not target.is_used]
-    _validate.require(
-        not unused,
-        "the function must multiply with every target, or its adapter never learns. "
-        "Leave these arrays out of `targets`.",
-        unused=unused,
-    )
+    if unused:
+        _validate.fail(
+            "the function must multiply with every target, or its adapter never "
+            "learns. Leave these arrays out of `targets`.",
+            unused=unused,
+        )
     return jax.tree.unflatten(treedef, outputs)
 
 
@@ -256,8 +256,8 @@ def _refuse(eqn: Any, view: View, reason: str) -> NoReturn:
             "`example_args` to lora.init, which reads their use."
         )
     _validate.fail(
-        "every target of LoRA must be multiplied with, as a matrix or a stack of them. "
-        f"Leave this array out of `targets`.{advice}",
+        "every target of LoRA must be multiplied with, as a matrix or a stack of "
+        f"them. Leave this array out of `targets`.{advice}",
         target=view.target.path,
         shape=view.array.shape,
         the_function=reason,

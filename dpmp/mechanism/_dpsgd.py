@@ -157,12 +157,12 @@ class DPSGD:
           ValueError: for a number out of range, or if `iterations` is given.
         """
         epochs = _validate.positive(epochs=epochs, fix="Use 3, for example.")
-        _validate.require(
-            "iterations" not in fields,
-            "the number of steps must follow from epochs. Leave iterations out, or use "
-            "DPSGD(iterations=...).",
-            iterations=fields.get("iterations"),
-        )
+        if "iterations" in fields:
+            _validate.fail(
+                "the number of steps must follow from epochs. Leave iterations out, "
+                "or use DPSGD(iterations=...).",
+                iterations=fields.get("iterations"),
+            )
         one_step = cls(iterations=1, **fields)
         steps = epochs * one_step.cycle_length / cast("float", one_step.sampling_prob)
         return dataclasses.replace(one_step, iterations=max(1, round(steps)))
@@ -178,12 +178,12 @@ class DPSGD:
         Raises:
           ValueError: if the target is out of range or cannot be reached.
         """
-        _validate.require(
-            self._is_clipped,
-            "the mechanism must clip to be private. Calibrate the one that "
-            "without_privacy() was called on, or use a finite clip norm.",
-            l2_clip_norm=self.l2_clip_norm,
-        )
+        if not self._is_clipped:
+            _validate.fail(
+                "the mechanism must clip to be private. Calibrate the one that "
+                "without_privacy() was called on, or use a finite clip norm.",
+                l2_clip_norm=self.l2_clip_norm,
+            )
         noise_multiplier = _privacy_cost.calibrate(
             self._cost_with(0.0), self.iterations, epsilon=epsilon, delta=delta
         )
@@ -357,13 +357,13 @@ class DPSGD:
           repeats one of its examples, which would count once for each row of padding;
           and for more rows than `padded_batch_size`.
         """
-        _validate.require(
-            kwargs.get("nan_safe", True),
-            "a mechanism must have nan_safe=True, so that its guarantee holds",
-            nan_safe=False,
-            fix="Leave nan_safe out. To look for NaN on public data, use "
-            "dpmp.clipped_grad.",
-        )
+        if not kwargs.get("nan_safe", True):
+            _validate.fail(
+                "a mechanism must have nan_safe=True, so that its guarantee holds",
+                nan_safe=False,
+                fix="Leave nan_safe out. To look for NaN on public data, use "
+                "dpmp.clipped_grad.",
+            )
         metrics = self.released_metrics
         if counts_overflows:
             metrics = ReleasedMetrics.with_overflows(metrics)
@@ -376,31 +376,32 @@ class DPSGD:
             "method": self._engine,
             "arithmetic": self._sums_on_grid,
         }
-        _validate.require(
-            own.keys().isdisjoint(kwargs),
-            "the mechanism must decide on clipping, scale and arithmetic, so that its "
-            "noise fits them. Set these in DPSGD(...).",
-            given=sorted(own.keys() & kwargs.keys()),
-        )
+        if not own.keys().isdisjoint(kwargs):
+            _validate.fail(
+                "the mechanism must decide on clipping, scale and arithmetic, so that "
+                "its noise fits them. Set these in DPSGD(...).",
+                given=sorted(own.keys() & kwargs.keys()),
+            )
         unmasked = clipping.clipped_grad(fun, argnums, **own, **kwargs)
 
         def with_mask(*args, is_padding_example, **kwargs):
-            _validate.require(
-                is_padding_example is not None,
-                "the batch must come with is_padding_example, so that an example that "
-                "fills it up does not count again",
-                is_padding_example=None,
-                fix="With padded = pad_indices(indices, mechanism.padded_batch_size), "
-                "pass is_padding_example=padded < 0.",
-            )
+            if is_padding_example is None:
+                _validate.fail(
+                    "the batch must come with is_padding_example, so that an example "
+                    "that fills it up does not count again",
+                    is_padding_example=None,
+                    fix="With padded = pad_indices(indices, "
+                    "mechanism.padded_batch_size), pass is_padding_example=padded "
+                    "< 0.",
+                )
             # Without the number of rows, which is sensitive where nothing was padded.
-            _validate.require(
-                np.size(is_padding_example) <= self.padded_batch_size,
-                "a batch must be drawn, and have at most padded_batch_size rows. Draw "
-                "indices by mechanism.batch_selection_strategy, and pad them to "
-                "mechanism.padded_batch_size.",
-                padded_batch_size=self.padded_batch_size,
-            )
+            if np.size(is_padding_example) > self.padded_batch_size:
+                _validate.fail(
+                    "a batch must be drawn, and have at most padded_batch_size rows. "
+                    "Draw indices by mechanism.batch_selection_strategy, and pad them "
+                    "to mechanism.padded_batch_size.",
+                    padded_batch_size=self.padded_batch_size,
+                )
             return unmasked.fun(*args, is_padding_example=is_padding_example, **kwargs)
 
         return dataclasses.replace(unmasked, fun=with_mask)
@@ -436,30 +437,30 @@ class DPSGD:
             is_joint = isinstance(updates, JointSum)
             grads = updates.sum_of_clipped_grads if is_joint else updates
             entries = num_entries(grads)
-            _validate.require(
-                entries <= self.num_parameters,
-                "the gradient must have at most num_parameters entries",
-                num_parameters=self.num_parameters,
-                entries=entries,
-                fix=f"Use DPSGD(num_parameters={entries}).",
-            )
+            if entries > self.num_parameters:
+                _validate.fail(
+                    "the gradient must have at most num_parameters entries",
+                    num_parameters=self.num_parameters,
+                    entries=entries,
+                    fix=f"Use DPSGD(num_parameters={entries}).",
+                )
             if self.resolution is not None:
                 unit = unit_of(self._clip_norms.l2_norm_bound, self.resolution)
                 leaves = jax.tree.leaves(grads, is_leaf=is_grid)
-                _validate.require(
-                    all(is_grid(x) and x.unit == unit for x in leaves),
-                    "the sum must have the sensitivity that the noise is for. Use "
-                    "clipped_grad and privatizer of one mechanism, with nothing "
-                    "between them.",
-                    sum_of_clipped_grads="floats, or a sum on another grid",
-                )
+                if not all(is_grid(x) and x.unit == unit for x in leaves):
+                    _validate.fail(
+                        "the sum must have the sensitivity that the noise is for. Use "
+                        "clipped_grad and privatizer of one mechanism, with nothing "
+                        "between them.",
+                        sum_of_clipped_grads="floats, or a sum on another grid",
+                    )
             made = as_number(getattr(state, "step", 0))
-            _validate.require(
-                not _validate.is_integer(made) or made < self.iterations,
-                "there must be at most one update for each of the iterations, which "
-                "the claim is for. Plan more of them before the run starts.",
-                iterations=self.iterations,
-            )
+            if _validate.is_integer(made) and made >= self.iterations:
+                _validate.fail(
+                    "there must be at most one update for each of the iterations, "
+                    "which the claim is for. Plan more of them before the run starts.",
+                    iterations=self.iterations,
+                )
             noisy, state = privatizer.update(updates, state, params)
             if isinstance(made, jax.core.Tracer):
                 is_covered = made < self.iterations
@@ -504,13 +505,13 @@ class DPSGD:
         """
         cost = self.step_cost
         steps = self.iterations if step is None else as_number(step)
-        _validate.require(
-            _validate.is_integer(steps) and 0 <= steps <= self.iterations,
-            f"step must be an integer from 0 to iterations = {self.iterations}",
-            step=step,
-            fix="Use one of these, or plan more iterations before the run starts. A "
-            "delta is passed by its name: guarantee(delta=1e-5).",
-        )
+        if not (_validate.is_integer(steps) and 0 <= steps <= self.iterations):
+            _validate.fail(
+                f"step must be an integer from 0 to iterations = {self.iterations}",
+                step=step,
+                fix="Use one of these, or plan more iterations before the run starts. "
+                "A delta is passed by its name: guarantee(delta=1e-5).",
+            )
         delta = accounting.required_delta(self.delta if delta is None else delta)
         return _privacy_cost.guarantee_of({cost: steps}, delta=delta)
 

@@ -77,19 +77,19 @@ def check_strategy(mechanism: Any) -> None:
             "examples must have fixed places, and none be added or removed",
         ),
     ):
-        _validate.require(
-            is_met,
-            f"with a strategy, {required}",
-            strategy=strategy,
-            fix="Change that, or leave strategy out.",
+        if not is_met:
+            _validate.fail(
+                f"with a strategy, {required}",
+                strategy=strategy,
+                fix="Change that, or leave strategy out.",
+            )
+    if not strategy.sensitivity * (mechanism.noise_multiplier or 0.0) <= _WIDEST_NOISE:
+        _validate.fail(
+            "noise_multiplier, times the sensitivity of the strategy, must be at most "
+            f"{_WIDEST_NOISE}. Use a larger epsilon, or fewer steps.",
+            noise_multiplier=mechanism.noise_multiplier,
+            sensitivity=strategy.sensitivity,
         )
-    _validate.require(
-        strategy.sensitivity * (mechanism.noise_multiplier or 0.0) <= _WIDEST_NOISE,
-        "noise_multiplier, times the sensitivity of the strategy, must be at most "
-        f"{_WIDEST_NOISE}. Use a larger epsilon, or fewer steps.",
-        noise_multiplier=mechanism.noise_multiplier,
-        sensitivity=strategy.sensitivity,
-    )
 
 
 def checked_fields(mechanism: Any) -> dict[str, Any]:
@@ -109,48 +109,50 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
         checked["delta"] = accounting.check_delta(mechanism.delta)
     # `ClipNorms` checks the values of the clip norms.
     checked["l2_clip_norm"] = jax.tree.map(as_real, mechanism.l2_clip_norm)
-    _validate.require(
-        mechanism.sampling in SAMPLINGS,
-        "sampling must be the name of a way to draw batches",
-        sampling=mechanism.sampling,
-        fix=f"Use one of {SAMPLINGS}.",
-    )
+    if mechanism.sampling not in SAMPLINGS:
+        _validate.fail(
+            "sampling must be the name of a way to draw batches",
+            sampling=mechanism.sampling,
+            fix=f"Use one of {SAMPLINGS}.",
+        )
     given = mechanism.sampling_prob
     if given is None or isinstance(given, ComputedProbability):
         sizes = {x: checked[x] for x in ("expected_batch_size", "num_examples")}
         batch_size, num_examples = sizes.values()
-        _validate.require(
-            batch_size <= num_examples,
-            "expected_batch_size must be at most num_examples",
-            **sizes,
-            fix="Use a smaller batch, unless num_examples counts something else than "
-            "examples: for a dict or tuple of arrays, `len` counts the arrays.",
-        )
-        _validate.require(
-            batch_size >= 1 or num_examples == 1,
-            "expected_batch_size must be a number of examples, and not a share of them",
-            expected_batch_size=batch_size,
-            fix="For a share, use expected_batch_size=share * num_examples.",
-        )
+        if batch_size > num_examples:
+            _validate.fail(
+                "expected_batch_size must be at most num_examples",
+                **sizes,
+                fix="Use a smaller batch, unless num_examples counts something else "
+                "than examples: for a dict or tuple of arrays, `len` counts the "
+                "arrays.",
+            )
+        if batch_size < 1 and num_examples != 1:
+            _validate.fail(
+                "expected_batch_size must be a number of examples, and not a share of "
+                "them",
+                expected_batch_size=batch_size,
+                fix="For a share, use expected_batch_size=share * num_examples.",
+            )
         # Only one of the groups takes part in a step.
         prob = batch_size * mechanism.cycle_length / num_examples
         if isinstance(mechanism.strategy, BandedInverse):
-            _validate.require(
-                mechanism.cycle_length == round(num_examples / batch_size),
-                "steps_per_epoch of the strategy must be num_examples over "
-                "expected_batch_size, rounded",
+            if mechanism.cycle_length != round(num_examples / batch_size):
+                _validate.fail(
+                    "steps_per_epoch of the strategy must be num_examples over "
+                    "expected_batch_size, rounded",
+                    **sizes,
+                    strategy=mechanism.strategy,
+                    fix=f"Use {round(num_examples / batch_size)} steps.",
+                )
+            prob = 1.0
+        if not prob <= 1:
+            _validate.fail(
+                "expected_batch_size must be at most num_examples over the bands",
                 **sizes,
                 strategy=mechanism.strategy,
-                fix=f"Use {round(num_examples / batch_size)} steps.",
+                fix="Use a smaller batch, or fewer bands.",
             )
-            prob = 1.0
-        _validate.require(
-            prob <= 1,
-            "expected_batch_size must be at most num_examples over the bands",
-            **sizes,
-            strategy=mechanism.strategy,
-            fix="Use a smaller batch, or fewer bands.",
-        )
         if mechanism.sampling != POISSON:
             prob = 1 / round(1 / prob)  # an epoch has a whole number of steps
         checked["sampling_prob"] = ComputedProbability(prob)
@@ -158,11 +160,12 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
         prob = checked["sampling_prob"] = _validate.probability(
             sampling_prob=given, fix="Use 0.01, for example, or leave it out."
         )
-        _validate.require(
-            mechanism.sampling == POISSON or prob == 1 / round(1 / prob),
-            "for random allocation, sampling_prob must be 1 over the steps of an epoch",
-            sampling_prob=prob,
-            fix="Use 1 / 100, for example, or leave it out.",
-        )
+        if mechanism.sampling != POISSON and prob != 1 / round(1 / prob):
+            _validate.fail(
+                "for random allocation, sampling_prob must be 1 over the steps of an "
+                "epoch",
+                sampling_prob=prob,
+                fix="Use 1 / 100, for example, or leave it out.",
+            )
     accounting.check_relation(mechanism.neighboring_relation)
     return checked

@@ -155,20 +155,20 @@ def calibrate(cost: PrivacyCost, steps: int, *, epsilon: float, delta: float) ->
     epsilon = _validate.positive(epsilon=epsilon, fix="Use 8, for example.")
     delta = accounting.check_delta(delta)
     largest = _largest_epsilon({cost: steps}, delta)
-    _validate.require(
-        largest > 0,
-        "delta must cover how far the sampler of the noise is from ideal noise",
-        delta=delta,
-        fix="Use a larger delta, fewer iterations, or a num_parameters closer to the "
-        "number of trained parameters.",
-    )
-    _validate.require(
-        epsilon <= largest,
-        f"epsilon must be at most {largest:.4g}: above that, the sampler of the noise "
-        f"limits epsilon, and not the width of the noise",
-        epsilon=epsilon,
-        fix="Use a smaller epsilon, or without_privacy(), which claims none.",
-    )
+    if not largest > 0:
+        _validate.fail(
+            "delta must cover how far the sampler of the noise is from ideal noise",
+            delta=delta,
+            fix="Use a larger delta, fewer iterations, or a num_parameters closer to "
+            "the number of trained parameters.",
+        )
+    if not epsilon <= largest:
+        _validate.fail(
+            f"epsilon must be at most {largest:.4g}: above that, the sampler of the "
+            "noise limits epsilon, and not the width of the noise",
+            epsilon=epsilon,
+            fix="Use a smaller epsilon, or without_privacy(), which claims none.",
+        )
 
     def event(noise_multiplier: float, size: int) -> dp_accounting.DpEvent:
         noisy = dataclasses.replace(cost, noise_multiplier=noise_multiplier)
@@ -270,10 +270,10 @@ def _largest_epsilon(steps: Mapping[PrivacyCost, int], delta: float) -> float:
 def _common_relation(costs: list[PrivacyCost]) -> dp_accounting.NeighboringRelation:
     """The neighbouring relation of all costs; the default one if there are none."""
     relations = {cost.neighboring_relation for cost in costs}
-    _validate.require(
-        len(relations) <= 1,
-        "epsilons can be composed only if all runs have one neighbouring relation",
-        neighboring_relations=sorted(relation.name for relation in relations),
-        fix="Compute epsilon for each relation alone, and report both.",
-    )
+    if len(relations) > 1:
+        _validate.fail(
+            "epsilons can be composed only if all runs have one neighbouring relation",
+            neighboring_relations=sorted(relation.name for relation in relations),
+            fix="Compute epsilon for each relation alone, and report both.",
+        )
     return relations.pop() if relations else accounting.DEFAULT_RELATION

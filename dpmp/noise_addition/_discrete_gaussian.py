@@ -113,16 +113,18 @@ class DiscreteGaussian:
             k = math.gcd(*inner[:-1])
             within = inner[-1:] == (1,) and 0 < k <= largest
             inner = tuple(m // k for m in inner[:-1]) if within else ()
-        _validate.require(
+        if not (
             len(inner) in (1, 2)
             and min(inner) > 0
             and math.gcd(*inner) == 1
-            and _squares(inner) <= _LARGEST_SQUARES[2],
-            "multipliers must be (1,), (a, b), (k a, k b, 1) or (j k a, j k b, j, 1) "
-            "within their limits. Use DiscreteGaussian.at_least. Other sums are not "
-            "discrete Gaussian.",
-            multipliers=self.multipliers,
-        )
+            and _squares(inner) <= _LARGEST_SQUARES[2]
+        ):
+            _validate.fail(
+                "multipliers must be (1,), (a, b), (k a, k b, 1) or (j k a, j k b, j, "
+                "1) within their limits. Use DiscreteGaussian.at_least. Other sums "
+                "are not discrete Gaussian.",
+                multipliers=self.multipliers,
+            )
 
     @classmethod
     def at_least(cls, stddev: float | Fraction) -> "DiscreteGaussian":
@@ -135,12 +137,12 @@ class DiscreteGaussian:
           ValueError: if `stddev` is more than about 67 million units.
         """
         needed = math.ceil(_num_squares(stddev))
-        _validate.require(
-            needed <= _LARGEST_SQUARES[4],
-            "the noise must have at most 67 million units of the grid. Use a lower "
-            "resolution. For float sums, pass l2_sensitivity.",
-            stddev=float(stddev),
-        )
+        if not needed <= _LARGEST_SQUARES[4]:
+            _validate.fail(
+                "the noise must have at most 67 million units of the grid. Use a "
+                "lower resolution. For float sums, pass l2_sensitivity.",
+                stddev=float(stddev),
+            )
         return cls(_nested(needed, 4, _above))
 
     @classmethod
@@ -176,12 +178,12 @@ class DiscreteGaussian:
           leaf: the number of the array within the release, below 2^30 - 1.
         """
         given = jax.typeof(step)
-        _validate.require(
-            given.shape == () and given.dtype in (jnp.int32, jnp.uint32),
-            "step must be an int32 or uint32 scalar. Count in 32 bits: the lower half "
-            "of a wider count would repeat.",
-            step=str(given),
-        )
+        if given.shape != () or given.dtype not in (jnp.int32, jnp.uint32):
+            _validate.fail(
+                "step must be an int32 or uint32 scalar. Count in 32 bits: the lower "
+                "half of a wider count would repeat.",
+                step=str(given),
+            )
         step = jnp.asarray(step).astype(jnp.uint32)
         streams = _STREAMS_PER_LEAF * leaf + 1 + np.arange(len(self.multipliers))
         draws = streams.astype(np.uint32), np.array(self.multipliers, np.int32)

@@ -26,12 +26,12 @@ def grid_of_floats(stddev: float, rounding_cost: float) -> tuple[float, Fraction
 
     Rounding adds `rounding_cost` units of the grid to the standard deviation.
     """
-    _validate.require(
-        1e-24 <= stddev <= 1e30,
-        "the noise of a float sum must have a stddev from 1e-24 to 1e30. Rescale the "
-        "loss: float32 cannot handle other sizes.",
-        stddev=stddev,
-    )
+    if not 1e-24 <= stddev <= 1e30:
+        _validate.fail(
+            "the noise of a float sum must have a stddev from 1e-24 to 1e30. Rescale "
+            "the loss: float32 cannot handle other sizes.",
+            stddev=stddev,
+        )
     lowest, highest = _LOG_UNITS
     finest = math.ceil(math.log2(max(rounding_cost, 1.0))) + _LOG_ROUNDING_SHARE
     log_units = min(max(finest, lowest), highest)
@@ -72,25 +72,25 @@ def choose_resolution(
         loss = arithmetic.rounding_share(num_parameters, resolution)
         if loss <= allowed:
             break
-    _validate.require(
-        loss <= LARGEST_ROUNDING_SHARE,
-        f"rounding to a grid must cost at most {LARGEST_ROUNDING_SHARE:.0%} of the "
-        "clip norm. Use less noise (which a larger epsilon or delta allows), pass "
-        "num_parameters if there are fewer, or use method='per_example' (exact sums "
-        "have coarser grids) or arithmetic='"
-        f"{arithmetic_without_privacy(arithmetic.method)}'.",
-        cost=f"{loss:.2g}",
-        noise_multiplier=noise_multiplier,
-        num_parameters=num_parameters,
-    )
+    if not loss <= LARGEST_ROUNDING_SHARE:
+        _validate.fail(
+            f"rounding to a grid must cost at most {LARGEST_ROUNDING_SHARE:.0%} of "
+            "the clip norm. Use less noise (which a larger epsilon or delta allows), "
+            "pass num_parameters if there are fewer, or use method='per_example' "
+            "(exact sums have coarser grids) or "
+            f"arithmetic='{arithmetic_without_privacy(arithmetic.method)}'.",
+            cost=f"{loss:.2g}",
+            noise_multiplier=noise_multiplier,
+            num_parameters=num_parameters,
+        )
     narrowest = DiscreteGaussian((1,)).effective_stddev
     # 1 % less than the narrowest noise is enough: `resolution` was rounded down, and
     # `DiscreteGaussian.at_least` widens the noise again.
-    _validate.require(
-        1.01 * noise_multiplier * resolution >= narrowest,
-        f"exact noise must have at least {narrowest:.0f} units of the grid. Use more "
-        "noise, no noise at all (0), or arithmetic='float32'.",
-        noise_multiplier=noise_multiplier,
-        resolution=resolution,
-    )
+    if not 1.01 * noise_multiplier * resolution >= narrowest:
+        _validate.fail(
+            f"exact noise must have at least {narrowest:.0f} units of the grid. Use "
+            "more noise, no noise at all (0), or arithmetic='float32'.",
+            noise_multiplier=noise_multiplier,
+            resolution=resolution,
+        )
     return resolution

@@ -213,30 +213,31 @@ def _privatizer(
         key_words = _random.key_words(noise_state.prng_key)
         if strategy is not None:
             grids = [x for x in sums if isinstance(x, GridArray)]
-            _validate.require(
-                len(grids) == len(sums),
-                "correlated noise must be added to sums on a grid. Use "
-                'arithmetic="exact" or "bounded".',
-                sums="of floats",
-            )
+            if len(grids) != len(sums):
+                _validate.fail(
+                    "correlated noise must be added to sums on a grid. Use "
+                    'arithmetic="exact" or "bounded".',
+                    sums="of floats",
+                )
             width = Fraction(stddev) * Fraction(strategy.sensitivity)
             finest = min(x.unit or 1.0 for x in grids)
-            _validate.require(
-                float(width) * strategy.noise_gain / finest <= _WIDEST_CORRELATED,
-                f"correlated noise must have at most {_WIDEST_CORRELATED} units of the "
-                "grid. Use a lower resolution.",
-                strategy=strategy,
-            )
+            if not float(width) * strategy.noise_gain / finest <= _WIDEST_CORRELATED:
+                _validate.fail(
+                    f"correlated noise must have at most {_WIDEST_CORRELATED} units "
+                    "of the grid. Use a lower resolution.",
+                    strategy=strategy,
+                )
             past = noise_state.past
             counts = [x.counts for x in grids]
             wanted = jax.eval_shape(functools.partial(first_past, strategy, counts))
             wanted, given = ([(x.shape, x.dtype) for x in xs] for xs in (wanted, past))
-            _validate.require(
-                wanted[: len(past)] == given and bool(past),
-                "the state must have the noise of earlier steps for this strategy and "
-                "this sum. Use the state of the init or update of this privatizer.",
-                earlier_noise=given,
-            )
+            if wanted[: len(past)] != given or not past:
+                _validate.fail(
+                    "the state must have the noise of earlier steps for this strategy "
+                    "and this sum. Use the state of the init or update of this "
+                    "privatizer.",
+                    earlier_noise=given,
+                )
             step = noise_state.step
             noisy, past = add_noise(grids, width, key_words, step, past, strategy)
             # Later steps have no guarantee, and their noise may exceed 32 bits.
@@ -267,13 +268,13 @@ def _privatizer(
             "There each device draws the noise of its own shard.",
         )
         given = sum_of_clipped_grads if isinstance(sum_of_clipped_grads, tuple) else ()
-        _validate.require(
-            not any(hasattr(x, "grad_norms") for x in given),
-            "noise must be added to the sum alone, because it is too little for the "
-            "values of single examples. Pass the first part of what clipped_grad "
-            "returns.",
-            sum_of_clipped_grads="a sum with auxiliary output",
-        )
+        if any(hasattr(x, "grad_norms") for x in given):
+            _validate.fail(
+                "noise must be added to the sum alone, because it is too little for "
+                "the values of single examples. Pass the first part of what "
+                "clipped_grad returns.",
+                sum_of_clipped_grads="a sum with auxiliary output",
+            )
         sums, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=is_grid)
         sums = [x if is_grid(x) else as_device_dtypes(x) for x in sums]
         for i, x in enumerate(sums):

@@ -42,23 +42,24 @@ def parse_arithmetic(
             f"arithmetic must be one of {list(ARITHMETICS)}. Use one of these names.",
             arithmetic=arithmetic,
         )
-    _validate.require(
-        method == sums.method,
-        f'"{sums.name}" sums must be used with method="{sums.method}"',
-        method=method,
-        fix="Book-keeping does not materialize most per-example gradients. Use "
-        '"bounded" sums there, which have a proof for that. Or use sums without a '
-        "proof: "
-        f'"{UNPROVED}". All others are for method="per_example".',
-    )
-    _validate.require(
-        dtype is None
-        or (isinstance(sums, FloatSums) and dtype_name == sums.dtype.name),
-        "dtype must be that of float sums. Leave dtype out. (Rounding a wide sum "
-        "before the noise would undo it.)",
-        arithmetic=sums.name,
-        dtype=dtype,
-    )
+    if method != sums.method:
+        _validate.fail(
+            f'"{sums.name}" sums must be used with method="{sums.method}"',
+            method=method,
+            fix="Book-keeping does not materialize most per-example gradients. Use "
+            '"bounded" sums there, which have a proof for that. Or use sums without a '
+            "proof: "
+            f'"{UNPROVED}". All others are for method="per_example".',
+        )
+    if dtype is not None and (
+        not isinstance(sums, FloatSums) or dtype_name != sums.dtype.name
+    ):
+        _validate.fail(
+            "dtype must be that of float sums. Leave dtype out. (Rounding a wide sum "
+            "before the noise would undo it.)",
+            arithmetic=sums.name,
+            dtype=dtype,
+        )
     sums.check_mode()
     return sums
 
@@ -68,13 +69,13 @@ def _name_of(dtype: Any) -> str:
         name = np.dtype(dtype).name
     except (TypeError, ValueError):
         name = dtype
-    _validate.require(
-        name in ("float32", "float64"),
-        "dtype must be float32 or float64. Leave dtype out: half-precision norms and "
-        "sums break the clipping bound, and only the model's own arithmetic may be "
-        "narrower.",
-        dtype=name,
-    )
+    if name not in ("float32", "float64"):
+        _validate.fail(
+            "dtype must be float32 or float64. Leave dtype out: half-precision norms "
+            "and sums break the clipping bound, and only the model's own arithmetic "
+            "may be narrower.",
+            dtype=name,
+        )
     return name
 
 

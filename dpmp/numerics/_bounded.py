@@ -183,12 +183,13 @@ def norm_bound_for_clipping(
     gradient would be scaled down more than its norm requires.
     """
     kappa = largest_condition_number(group_size, roundings)
-    _validate.require(
-        kappa >= 1,
-        '"bounded" sums need examples of fewer positions. Use shorter examples, '
-        'method="per_example", or sums without a proof: arithmetic="unproved_float32".',
-        positions=roundings.positions,
-    )
+    if not kappa >= 1:
+        _validate.fail(
+            '"bounded" sums need examples of fewer positions. Use shorter examples, '
+            'method="per_example", or sums without a proof: '
+            'arithmetic="unproved_float32".',
+            positions=roundings.positions,
+        )
     lost = num_terms * _SMALLEST_NORMAL
     a_squared = magnitude * (1 + _gamma(roundings.magnitude + _SPARE_ROUNDINGS)) + lost
     a = jnp.sqrt(a_squared)

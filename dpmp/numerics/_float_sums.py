@@ -112,15 +112,14 @@ class FloatSums(GradientSums, PartialSums):
         self, batch_size: int, microbatch_size: int, num_shards: int = 1
     ) -> None:
         needed = reserve_needed(self, batch_size, microbatch_size, num_shards)
-        _validate.require(
-            needed <= self.rounding_reserve,
-            "rounding may cost a sum at most "
-            f"{self.rounding_reserve:.2g} of the clip norm, and it costs more in a "
-            "batch of this size",
-            microbatch_size=microbatch_size,
-            arithmetic=self.name,
-            fix='Use larger microbatches, arithmetic="exact", or "float64".',
-        )
+        if not needed <= self.rounding_reserve:
+            _validate.fail(
+                f"rounding may cost a sum at most {self.rounding_reserve:.2g} of the "
+                "clip norm, and it costs more in a batch of this size",
+                microbatch_size=microbatch_size,
+                arithmetic=self.name,
+                fix='Use larger microbatches, arithmetic="exact", or "float64".',
+            )
 
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]

@@ -63,10 +63,10 @@ class GridArray:
 
     def _refuse(self, *_: Any) -> NoReturn:
         _validate.fail(
-            "a sum of clipped gradients must receive noise before it is computed with. "
-            "Pass the sum to the privatizer, and what that returns to the optimizer: "
-            "noisy_grads, noise_state = privatizer.update(sums, noise_state). Without "
-            "privacy, `to_float()` has the numbers.",
+            "a sum of clipped gradients must receive noise before it is computed "
+            "with. Pass the sum to the privatizer, and what that returns to the "
+            "optimizer: noisy_grads, noise_state = privatizer.update(sums, "
+            "noise_state). Without privacy, `to_float()` has the numbers.",
             type=type(self).__name__,
             error=TypeError,
         )
@@ -102,30 +102,30 @@ def check_before_noise(leaf: Sum, number: int) -> None:
     """Raises ValueError, with the leaf's number, unless the leaf is a valid sum."""
     if isinstance(leaf, GridArray):
         # Integer noise does not hide the fractional part of a number.
-        _validate.require(
-            leaf.counts.dtype == jnp.dtype("int32"),
-            "the counts of an exact sum must stay int32 until noise is added",
-            leaf=number,
-            dtype=leaf.counts.dtype.name,
-            fix="Add parts with psum (not pmean), divide with normalize_by, and do "
-            "everything else after the noise.",
-        )
+        if leaf.counts.dtype != jnp.dtype("int32"):
+            _validate.fail(
+                "the counts of an exact sum must stay int32 until noise is added",
+                leaf=number,
+                dtype=leaf.counts.dtype.name,
+                fix="Add parts with psum (not pmean), divide with normalize_by, and do "
+                "everything else after the noise.",
+            )
         return
     dtype = jnp.result_type(leaf)
-    _validate.require(
-        jnp.issubdtype(dtype, jnp.floating),
-        "every leaf of sum_of_clipped_grads must be a real float array",
-        leaf=number,
-        dtype=dtype.name,
-        fix="Add noise to the output of clipped_grad, before any other operation.",
-    )
-    _validate.require(
-        dtype.itemsize >= 4,
-        "sums must have at least 32 bits until noise is added: the sensitivity does "
-        "not cover the rounding of a cast. Cast what the privatizer returns.",
-        leaf=number,
-        dtype=dtype.name,
-    )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        _validate.fail(
+            "every leaf of sum_of_clipped_grads must be a real float array",
+            leaf=number,
+            dtype=dtype.name,
+            fix="Add noise to the output of clipped_grad, before any other operation.",
+        )
+    if dtype.itemsize < 4:
+        _validate.fail(
+            "sums must have at least 32 bits until noise is added: the sensitivity "
+            "does not cover the rounding of a cast. Cast what the privatizer returns.",
+            leaf=number,
+            dtype=dtype.name,
+        )
 
 
 def round_to_grid(leaf: Sum, unit: float) -> GridArray:
@@ -174,20 +174,22 @@ class GridSums(Arithmetic):
             `l2_norm_bound`.
         """
         resolution = as_number(self.resolution)
-        _validate.require(
+        if not (
             _validate.is_integer(resolution)
-            and 0 < resolution <= self.largest_resolution,
-            f"resolution must be an integer from 1 to {self.largest_resolution}. Leave "
-            f"it out for {DEFAULT_RESOLUTION}.",
-            resolution=resolution,
-        )
-        _validate.require(
-            math.isfinite(l2_norm_bound),
-            '"exact" and "bounded" sums need a finite clip norm, and nan_safe=True. '
-            'Use arithmetic="float32" if nothing is to be private (with book-keeping '
-            '"unproved_float32"; in DPSGD: without_privacy()).',
-            l2_norm_bound=l2_norm_bound,
-        )
+            and 0 < resolution <= self.largest_resolution
+        ):
+            _validate.fail(
+                f"resolution must be an integer from 1 to {self.largest_resolution}. "
+                f"Leave it out for {DEFAULT_RESOLUTION}.",
+                resolution=resolution,
+            )
+        if not math.isfinite(l2_norm_bound):
+            _validate.fail(
+                '"exact" and "bounded" sums need a finite clip norm, and '
+                'nan_safe=True. Use arithmetic="float32" if nothing is to be private '
+                '(with book-keeping "unproved_float32"; in DPSGD: without_privacy()).',
+                l2_norm_bound=l2_norm_bound,
+            )
         squares = [Fraction(bound) ** 2 for bound in bounds]
         total = max(sum(squares), Fraction(l2_norm_bound) ** 2)
         scale = Fraction(resolution**2) / (total or 1)
@@ -206,14 +208,14 @@ class GridSums(Arithmetic):
             targets, self.max_norms, num_entries, strict=True
         ):
             left = self.max_norm_before_rounding(max_norm, size)
-            _validate.require(
-                left >= (1 - LARGEST_ROUNDING_SHARE) * max_norm > 0 or bound == 0,
-                f"the resolution must be fine enough to round {size} entries at a cost "
-                f"of at most {LARGEST_ROUNDING_SHARE:.0%} of the clip norm. Use a "
-                f"higher one, up to {self.largest_resolution}, or "
-                'arithmetic="float32".',
-                resolution=self.resolution,
-            )
+            if not (left >= (1 - LARGEST_ROUNDING_SHARE) * max_norm > 0 or bound == 0):
+                _validate.fail(
+                    f"the resolution must be fine enough to round {size} entries at a "
+                    f"cost of at most {LARGEST_ROUNDING_SHARE:.0%} of the clip norm. "
+                    f"Use a higher one, up to {self.largest_resolution}, or "
+                    'arithmetic="float32".',
+                    resolution=self.resolution,
+                )
             cap = cap / self.unit if self.unit else 0.0
             scaled.append((max(left, 0.0) / (1 + self.rounding_reserve), cap))
         return scaled

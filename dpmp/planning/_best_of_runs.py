@@ -76,11 +76,11 @@ class BestOfRuns:
     def __post_init__(self):
         _validate.instance(DPSGD, "Use DPSGD(...).", mechanism=self.mechanism)
         expected_runs = _validate.as_real(self.expected_runs)
-        _validate.require(
-            1 < expected_runs < math.inf,
-            "expected_runs must be above 1. Use 5, for example",
-            expected_runs=self.expected_runs,
-        )
+        if not 1 < expected_runs < math.inf:
+            _validate.fail(
+                "expected_runs must be above 1. Use 5, for example",
+                expected_runs=self.expected_runs,
+            )
         object.__setattr__(self, "expected_runs", expected_runs)
 
     def calibrate(self, *, epsilon: float, delta: float) -> "BestOfRuns":
@@ -142,25 +142,25 @@ class BestOfRuns:
         Raises:
           ValueError: if there are no candidates, or in a second call.
         """
-        _validate.require(
-            isinstance(candidates, list | tuple) and len(candidates) > 0,
-            "candidates must be a list with at least one setting. Pass [1e-3, 1e-2], "
-            "for example.",
-            candidates=candidates,
-        )
-        _validate.require(
-            self.mechanism.noise_multiplier is not None,
-            "the mechanism must have a noise multiplier before the one draw. Use "
-            "search.calibrate(epsilon=, delta=).",
-            noise_multiplier=None,
-        )
-        _validate.require(
-            not hasattr(self, "_has_drawn"),
-            "a search must draw its runs once: those of a second draw cost as much "
-            "again. Use the list of the first call. For another search, whose epsilon "
-            "adds up, make another BestOfRuns.",
-            calls=2,
-        )
+        if not isinstance(candidates, list | tuple) or not candidates:
+            _validate.fail(
+                "candidates must be a list with at least one setting. Pass [1e-3, "
+                "1e-2], for example.",
+                candidates=candidates,
+            )
+        if self.mechanism.noise_multiplier is None:
+            _validate.fail(
+                "the mechanism must have a noise multiplier before the one draw. Use "
+                "search.calibrate(epsilon=, delta=).",
+                noise_multiplier=None,
+            )
+        if hasattr(self, "_has_drawn"):
+            _validate.fail(
+                "a search must draw its runs once: those of a second draw cost as "
+                "much again. Use the list of the first call. For another search, "
+                "whose epsilon adds up, make another BestOfRuns.",
+                calls=2,
+            )
         object.__setattr__(self, "_has_drawn", True)
         # Rounded up: a search that ends a little earlier costs a little less.
         end = math.ceil(2**64 / Fraction(self.expected_runs))

@@ -182,10 +182,10 @@ def batch_size_of(params: PyTree, batch: PyTree, microbatch_size: int | None) ->
         microbatch_size = _validate.positive_integer(
             microbatch_size=microbatch_size, fix="Leave it out for the whole batch."
         )
-        _validate.require(
-            batch_size % microbatch_size == 0,
-            "microbatch_size must divide the batch size",
-            microbatch_size=microbatch_size,
-            fix="Pad the batch, or use a divisor.",
-        )
+        if batch_size % microbatch_size != 0:
+            _validate.fail(
+                "microbatch_size must divide the batch size",
+                microbatch_size=microbatch_size,
+                fix="Pad the batch, or use a divisor.",
+            )
     return batch_size

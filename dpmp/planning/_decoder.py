@@ -43,12 +43,12 @@ class Decoder:
     @classmethod
     def of_size(cls, num_parameters: int) -> "Decoder":
         """A decoder of this many parameters, with the proportions of published ones."""
-        _validate.require(
-            num_parameters >= _FEWEST_PARAMETERS,
-            f"a decoder must have at least {_FEWEST_PARAMETERS} parameters. Without "
-            "--parameters, the command plans the noise alone.",
-            parameters=num_parameters,
-        )
+        if num_parameters < _FEWEST_PARAMETERS:
+            _validate.fail(
+                f"a decoder must have at least {_FEWEST_PARAMETERS} parameters. "
+                "Without --parameters, the command plans the noise alone.",
+                parameters=num_parameters,
+            )
         width = 128 * max(1, round((7 * num_parameters) ** (1 / 3) / 128))
         layer = 13 * width**2 + 2 * width  # 4 for attention, 9 for the gated part
         embedding = min(32_000 * width, num_parameters // 4)
@@ -75,18 +75,18 @@ class Decoder:
             }
         except (OSError, ValueError, KeyError, AttributeError) as error:
             _validate.fail(
-                "the configuration must be the config.json of a decoder. Pass the file "
-                "of a Llama, Qwen, Mistral, Gemma or GPT-2, or use --parameters.",
+                "the configuration must be the config.json of a decoder. Pass the "
+                "file of a Llama, Qwen, Mistral, Gemma or GPT-2, or use --parameters.",
                 config=str(path),
                 reason=f"{type(error).__name__}: {error}",
             )
         experts = sorted(name for name in config if "expert" in name)
-        _validate.require(
-            not experts,
-            "a decoder must have no mixtures of experts. Use --parameters.",
-            config=str(path),
-            found=experts,
-        )
+        if experts:
+            _validate.fail(
+                "a decoder must have no mixtures of experts. Use --parameters.",
+                config=str(path),
+                found=experts,
+            )
         width, heads = found["width"], found["heads"]
         kind = str(config.get("model_type"))
         return cls(

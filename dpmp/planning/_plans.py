@@ -92,13 +92,13 @@ def compare_batch_sizes(
     largest = min(num_examples / 2, num_processed / _FEWEST_STEPS)
     if sizes is None:
         sizes = [2**k for k in range(4, 40) if 2**k <= largest][-_NUM_SIZES:]
-    _validate.require(
-        len(sizes) > 0,
-        f"there must be 32 examples, and {_FEWEST_STEPS} steps with batches of 16",
-        num_examples=num_examples,
-        num_processed=num_processed,
-        fix="Process more examples, or pass sizes.",
-    )
+    if not sizes:
+        _validate.fail(
+            f"there must be 32 examples, and {_FEWEST_STEPS} steps with batches of 16",
+            num_examples=num_examples,
+            num_processed=num_processed,
+            fix="Process more examples, or pass sizes.",
+        )
     plans = []
     for size in sorted(sizes):
         mechanism = DPSGD(
@@ -200,11 +200,10 @@ def plan_to_start_from(plans: Sequence[Plan]) -> Plan:
     Larger batches have less relative noise, and smaller batches make more steps. So
     this is the plan with the most steps within 25 % of the best `signal_over_noise`.
     """
-    _validate.require(
-        isinstance(plans, Sequence) and len(plans) > 0,
-        "there must be a plan. Pass what compare_batch_sizes returns.",
-        plans=plans,
-    )
+    if not isinstance(plans, Sequence) or not plans:
+        _validate.fail(
+            "there must be a plan. Pass what compare_batch_sizes returns.", plans=plans
+        )
     best = max(plan.signal_over_noise for plan in plans)
     good = [x for x in plans if x.signal_over_noise >= _NEARLY_BEST * best]
     return min(good, key=lambda plan: plan.batch_size)

@@ -114,9 +114,8 @@ def tune(
     check = _validate.optional(_validate.positive_integer)
     sizes = [check(size=size) for size in sizes]
     mechanisms = list(_mechanisms(trainer.mechanism, sizes))
-    _validate.require(
-        bool(mechanisms), "there must be a size to measure. Use (None, 8).", sizes=sizes
-    )
+    if not mechanisms:
+        _validate.fail("there must be a size to measure. Use (None, 8).", sizes=sizes)
     example = as_device_dtypes(example)
     names = "loss_fn", "optimizer", "policy", "uses_prng_key", "loss_scale"
     options = {name: getattr(trainer, name) for name in names}

@@ -168,15 +168,16 @@ def estimate_memory(
     entry = parse_arithmetic(
         arithmetic or default_arithmetic(method), method=method
     ).bytes_per_entry
-    _validate.require(
-        all(hasattr(x, "shape") for x in jax.tree.leaves((params, batch)))
-        and not any(x is None for x in (params, batch)),
-        "params and batch must be trees of arrays, or of their shapes. Use "
-        'jax.ShapeDtypeStruct((64, 1000), "float32"), for example; for a number of '
-        "parameters, use `python -m dpmp plan --parameters`.",
-        params=type(params).__name__,
-        batch=type(batch).__name__,
-    )
+    if not all(hasattr(x, "shape") for x in jax.tree.leaves((params, batch))) or any(
+        x is None for x in (params, batch)
+    ):
+        _validate.fail(
+            "params and batch must be trees of arrays, or of their shapes. Use "
+            'jax.ShapeDtypeStruct((64, 1000), "float32"), for example; for a number '
+            "of parameters, use `python -m dpmp plan --parameters`.",
+            params=type(params).__name__,
+            batch=type(batch).__name__,
+        )
     batch = as_device_dtypes(batch)
     size = batch_size_of(params, batch, microbatch_size)
     num_stacked = (microbatch_size or size) if method == "per_example" else 0

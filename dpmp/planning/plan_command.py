@@ -102,21 +102,21 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     if args.rate and args.rate[1] != "examples":  # of which hours follow at once
         given["rate"] = "{:g}{}".format(*args.rate)
     unused = {name: x for name, x in given.items() if x is not None}
-    _validate.require(
-        model is not None or not unused,
-        "what is asked about a model must come with it. Add --parameters or --config, "
-        "or leave these out.",
-        **unused,
-    )
+    if model is None and unused:
+        _validate.fail(
+            "what is asked about a model must come with it. Add --parameters or "
+            "--config, or leave these out.",
+            **unused,
+        )
     if model is not None:
         fix = "For a GPU with 24 GB pass --memory 18, which jax takes by default."
         _validate.positive(memory=args.memory, fix=fix)
-        _validate.require(
-            args.neighboring_relation != "ADD_OR_REMOVE_ONE",
-            "a plan for a model must have neighbours for which book-keeping has a "
-            "proof. Leave the model out, and use dpmp.memory.estimate_memory.",
-            neighboring_relation=args.neighboring_relation,
-        )
+        if args.neighboring_relation == "ADD_OR_REMOVE_ONE":
+            _validate.fail(
+                "a plan for a model must have neighbours for which book-keeping has a "
+                "proof. Leave the model out, and use dpmp.memory.estimate_memory.",
+                neighboring_relation=args.neighboring_relation,
+            )
         yield _answers.about(model)
     yield f"Comparing batch sizes for epsilon {args.epsilon:g} at delta {args.delta:g}:"
     processed = args.num_processed or args.epochs * args.num_examples
@@ -132,15 +132,16 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
     start = plan_to_start_from(plans)
     if is_fixed := bool(args.steps or args.batch_size):
         size = args.batch_size or processed / args.steps
-        _validate.require(
-            1 <= size <= args.num_examples,
-            "a batch must have at least one and at most all of the examples. Change "
-            "--batch-size, --steps or --epochs; of two of them, the third follows.",
-            batch_size=args.batch_size,
-            steps=args.steps,
-            num_examples=args.num_examples,
-            num_processed=processed,
-        )
+        if not 1 <= size <= args.num_examples:
+            _validate.fail(
+                "a batch must have at least one and at most all of the examples. "
+                "Change --batch-size, --steps or --epochs; of two of them, the third "
+                "follows.",
+                batch_size=args.batch_size,
+                steps=args.steps,
+                num_examples=args.num_examples,
+                num_processed=processed,
+            )
         (start,) = calibrate(sizes=[max(1, round(size))])
         plans = sorted({*plans, start}, key=lambda plan: plan.batch_size)
     result["plans"] = [_as_json(plan, start) for plan in plans]

@@ -84,12 +84,12 @@ def reference_of(fun: Callable[..., Any]) -> Callable[..., Any]:
     Raises ValueError for a function that wraps an autocast one.
     """
     cast_fun = getattr(fun, _MARK, None)
-    _validate.require(
-        cast_fun in (None, fun),
-        "the reference of a function that calls an autocast one must be given. Pass "
-        "reference=, the same function without autocast.",
-        fun=getattr(fun, "__name__", type(fun).__name__),
-    )
+    if cast_fun not in (None, fun):
+        _validate.fail(
+            "the reference of a function that calls an autocast one must be given. "
+            "Pass reference=, the same function without autocast.",
+            fun=getattr(fun, "__name__", type(fun).__name__),
+        )
     return getattr(cast_fun, "__wrapped__", fun)
 
 

@@ -97,12 +97,12 @@ def in_8_bits(
         step = jnp.zeros((), jnp.int32)
         rounded = functools.partial(_rounded, step=step, found=names)
         state = _meshes.on_automatic_axes(rounded, _specs)(inner.init(params))
-        _validate.require(
-            not set(names).isdisjoint(_AVERAGES),
-            "the optimizer must keep averages. Use it without in_8_bits, or use "
-            "optax.adam or momentum.",
-            fields=sorted({x for x in names if x}),
-        )
+        if set(names).isdisjoint(_AVERAGES):
+            _validate.fail(
+                "the optimizer must keep averages. Use it without in_8_bits, or use "
+                "optax.adam or momentum.",
+                fields=sorted({x for x in names if x}),
+            )
         if not any(map(_is_narrow, jax.tree.leaves(state, is_leaf=_is_narrow))):
             warn(
                 f"in_8_bits changes nothing: no average has {_FEWEST_ENTRIES} entries "

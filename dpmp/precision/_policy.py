@@ -80,25 +80,29 @@ class Policy:
             products=_rules.parse,
             rounded_share=_validate.probability,
         )
-        _validate.require(
-            self.compute_dtype.itemsize >= 2,
-            "compute_dtype must have at least 16 bits. For products in float8, use "
-            'Policy(jnp.float32, jnp.bfloat16, products="float8").',
-            compute_dtype=self.compute_dtype.name,
-        )
-        _validate.require(
-            bool(self.products) or self.rounded_share == 1,
-            "rounded_share must be 1 if no products are rounded. Pass products too.",
-            rounded_share=self.rounded_share,
-        )
+        if self.compute_dtype.itemsize < 2:
+            _validate.fail(
+                "compute_dtype must have at least 16 bits. For products in float8, "
+                'use Policy(jnp.float32, jnp.bfloat16, products="float8").',
+                compute_dtype=self.compute_dtype.name,
+            )
+        if not self.products and self.rounded_share != 1:
+            _validate.fail(
+                "rounded_share must be 1 if no products are rounded. Pass products "
+                "too.",
+                rounded_share=self.rounded_share,
+            )
         is_bfloat16 = self.param_dtype == jnp.bfloat16
-        _validate.require(
-            is_bfloat16 if self.stochastic_rounding else self.param_dtype.itemsize >= 4,
-            "param_dtype must be float32 or wider, or bfloat16 with "
-            "stochastic_rounding. Narrow compute_dtype instead, or use both options.",
-            param_dtype=self.param_dtype.name,
-            stochastic_rounding=self.stochastic_rounding,
-        )
+        if not (
+            is_bfloat16 if self.stochastic_rounding else self.param_dtype.itemsize >= 4
+        ):
+            _validate.fail(
+                "param_dtype must be float32 or wider, or bfloat16 with "
+                "stochastic_rounding. Narrow compute_dtype instead, or use both "
+                "options.",
+                param_dtype=self.param_dtype.name,
+                stochastic_rounding=self.stochastic_rounding,
+            )
         names = [None, "bfloat16", "tensorfloat32", "float32", "highest"]
         _validate.one_of(names, matmul_precision=self.matmul_precision)
         _validate.check_x64(self.param_dtype, "float64 parameters")
@@ -147,12 +151,12 @@ class Policy:
             return _cast(x, at_least_float32(self.param_dtype) if found else dtype)
 
         cast_params = jax.tree_util.tree_map_with_path(cast, params)
-        _validate.require(
-            not unused,
-            "every expression in float32_paths must be found in a parameter's path. "
-            f"The first ones are {', '.join(names[:8])}.",
-            unused=sorted(unused),
-        )
+        if unused:
+            _validate.fail(
+                "every expression in float32_paths must be found in a parameter's "
+                f"path. The first ones are {', '.join(names[:8])}.",
+                unused=sorted(unused),
+            )
         return cast_params
 
     def cast_inputs(self, batch: PyTree) -> PyTree:
@@ -182,13 +186,13 @@ class Policy:
         """
         floats = [x for x in jax.tree.leaves(params) if _is_float(x)]
         widths = [jnp.result_type(x).itemsize for x in floats]
-        _validate.require(
-            min(widths, default=8) >= self.param_dtype.itemsize,
-            f"params must be the stored ones, in {self.param_dtype.name}: small "
-            "updates do not change narrower ones. Pass those of cast_to_param, and "
-            "give the copy of cast_to_compute to the loss alone.",
-            widths=sorted(set(widths)),
-        )
+        if min(widths, default=8) < self.param_dtype.itemsize:
+            _validate.fail(
+                f"params must be the stored ones, in {self.param_dtype.name}: small "
+                "updates do not change narrower ones. Pass those of cast_to_param, "
+                "and give the copy of cast_to_compute to the loss alone.",
+                widths=sorted(set(widths)),
+            )
         if not self.stochastic_rounding:
             return optax.apply_updates(params, updates)
         if prng_key is None:
@@ -282,23 +286,23 @@ def _float_dtype(**value: Any) -> Any:
     if given is not None:
         with contextlib.suppress(TypeError):
             dtype = jnp.dtype(given)
-    _validate.require(
-        dtype is not None and jnp.issubdtype(dtype, jnp.floating),
-        f"{name} must be a float dtype. Use float32 for parameters, and float32 or "
-        "bfloat16 to compute.",
-        dtype=given if dtype is None else dtype.name,
-    )
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        _validate.fail(
+            f"{name} must be a float dtype. Use float32 for parameters, and float32 "
+            "or bfloat16 to compute.",
+            dtype=given if dtype is None else dtype.name,
+        )
     return dtype
 
 
 def _patterns(float32_paths: Any) -> tuple[str, ...]:
     """Checks that the argument is a sequence of regular expressions."""
-    _validate.require(
-        isinstance(float32_paths, Iterable) and not isinstance(float32_paths, str),
-        'float32_paths must be a tuple of regular expressions. Write ("embed",) for a '
-        "single one.",
-        float32_paths=float32_paths,
-    )
+    if not isinstance(float32_paths, Iterable) or isinstance(float32_paths, str):
+        _validate.fail(
+            'float32_paths must be a tuple of regular expressions. Write ("embed",) '
+            "for a single one.",
+            float32_paths=float32_paths,
+        )
     paths = tuple(float32_paths)
     for path in paths:
         try:

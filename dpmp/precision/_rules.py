@@ -49,19 +49,19 @@ def parse(products: Any) -> Rules:
         products = (products,)
     if isinstance(products, Mapping):
         products = tuple(products.items())
-    _validate.require(
-        isinstance(products, Sequence),
-        "products must be a format, or a mapping from expressions to formats. Use "
-        '"int8" or {"mlp": "int8"}.',
-        products=products,
-    )
+    if not isinstance(products, Sequence):
+        _validate.fail(
+            "products must be a format, or a mapping from expressions to formats. Use "
+            '"int8" or {"mlp": "int8"}.',
+            products=products,
+        )
     rules = tuple(x if isinstance(x, tuple) else _of_qwix(x) for x in products)
     for rule in rules:
-        _validate.require(
-            len(rule) == 2 and isinstance(rule[0], str),
-            'a rule must be an expression and a format. Use {"mlp": "int8"}.',
-            rule=rule,
-        )
+        if len(rule) != 2 or not isinstance(rule[0], str):
+            _validate.fail(
+                'a rule must be an expression and a format. Use {"mlp": "int8"}.',
+                rule=rule,
+            )
         _validate.one_of([*FORMATS, UNROUNDED], format=rule[1])
         try:
             re.compile(rule[0])
@@ -94,13 +94,13 @@ def applied(
     def rounded_fun(params: PyTree, *args: Any, **kwargs: Any) -> Any:
         paths = [name_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
         check_found(rules, paths)
-        _validate.require(
-            is_rounded is None or np.shape(is_rounded) == (len(paths) + 1,),
-            "is_rounded must have a number for each parameter, and one for all other "
-            "products. Use policy.draw_rounded(step, params).",
-            is_rounded=is_rounded,
-            parameters=len(paths),
-        )
+        if is_rounded is not None and np.shape(is_rounded) != (len(paths) + 1,):
+            _validate.fail(
+                "is_rounded must have a number for each parameter, and one for all "
+                "other products. Use policy.draw_rounded(step, params).",
+                is_rounded=is_rounded,
+                parameters=len(paths),
+            )
         found = [rule_for(rules, path) for path in (*paths, "")]
         without_products = {rule for rule in found[:-1] if rule is not None}
 
@@ -148,51 +148,51 @@ def check_found(rules: Rules, paths: Sequence[str]) -> None:
         for expression, _ in rules
         if not any(re.search(expression, path) for path in (*paths, ""))
     ]
-    _validate.require(
-        not unused,
-        "every expression in products must be found in a parameter's path. "
-        f"The first ones are {', '.join(paths[:8])}.",
-        unused=unused,
-    )
+    if unused:
+        _validate.fail(
+            "every expression in products must be found in a parameter's path. The "
+            f"first ones are {', '.join(paths[:8])}.",
+            unused=unused,
+        )
 
 
 def _of_qwix(rule: Any) -> tuple[str, str]:
     """Translates a rule of qwix, whose expression is for the whole path of a module."""
     module_path = getattr(rule, "module_path", None)
-    _validate.require(
-        isinstance(module_path, str),
-        "a rule must be a pair of an expression and a format, or a rule of qwix. Use "
-        '{"mlp": "int8"}.',
-        type=type(rule).__name__,
-    )
-    _validate.require(
-        not getattr(rule, "act_static_scale", None),
-        "scales of activations must be computed from the example itself: a scale that "
-        "remembers or shares other examples would let one of them change the gradients "
-        "of all others. Leave act_static_scale out.",
-        act_static_scale=True,
-    )
+    if not isinstance(module_path, str):
+        _validate.fail(
+            "a rule must be a pair of an expression and a format, or a rule of qwix. "
+            'Use {"mlp": "int8"}.',
+            type=type(rule).__name__,
+        )
+    if getattr(rule, "act_static_scale", None):
+        _validate.fail(
+            "scales of activations must be computed from the example itself: a scale "
+            "that remembers or shares other examples would let one of them change the "
+            "gradients of all others. Leave act_static_scale out.",
+            act_static_scale=True,
+        )
     others = {
         name: value
         for name, accepted in _ACCEPTED.items()
         if (value := getattr(rule, name, None)) not in (None, *accepted)
     }
-    _validate.require(
-        not others,
-        "rules of qwix must leave scales, blocks and operations to the format. Leave "
-        "these fields out.",
-        **others,
-    )
-    qtypes = {
+    if others:
+        _validate.fail(
+            "rules of qwix must leave scales, blocks and operations to the format. "
+            "Leave these fields out.",
+            **others,
+        )
+    qtypes: dict[str, Any] = {
         name: getattr(rule, f"{name}_qtype", None) for name in ("weight", "act", "bwd")
     }
     weight, act, bwd = map(_name, qtypes.values())
-    _validate.require(
-        weight == act and bwd in (weight, UNROUNDED),
-        "weights, activations and cotangents must have one format, or cotangents none. "
-        "Give the same qtype for them.",
-        **qtypes,
-    )
+    if weight != act or bwd not in (weight, UNROUNDED):
+        _validate.fail(
+            "weights, activations and cotangents must have one format, or cotangents "
+            "none. Give the same qtype for them.",
+            **qtypes,
+        )
     # Linen's variables are in a collection, and NNX's arrays in variables.
     path = f"^(?:params/)?(?:{module_path})(?:/[^/]+){{1,2}}$"
     is_forward = bwd == UNROUNDED != weight
@@ -208,9 +208,9 @@ def _name(qtype: Any) -> str:
     name = None
     with contextlib.suppress(TypeError):
         name = _OF_QWIX.get(jnp.dtype(qtype))
-    _validate.require(
-        name is not None,
-        "dpmp must have the format. Use int8, float8_e4m3fn, mxfp8 or nvfp4.",
-        qtype=str(qtype),
-    )
+    if name is None:
+        _validate.fail(
+            "dpmp must have the format. Use int8, float8_e4m3fn, mxfp8 or nvfp4.",
+            qtype=str(qtype),
+        )
     return str(name)

@@ -49,13 +49,13 @@ def with_checked_result(loss_fn: Callable[..., Any]) -> Callable[..., jax.Array]
         loss = loss_fn(*args)
         is_array = hasattr(loss, "shape") or isinstance(loss, float)
         shape = jnp.shape(loss) if is_array else None
-        _validate.require(
-            shape == (),
-            "loss_fn must return the loss of one example, a float scalar. Reduce it "
-            "with jnp.mean. Return nothing beside it: values of examples are "
-            "sensitive, and a model's state must not depend on them.",
-            loss=f"an array of shape {shape}" if is_array else type(loss).__name__,
-        )
+        if shape != ():
+            _validate.fail(
+                "loss_fn must return the loss of one example, a float scalar. Reduce "
+                "it with jnp.mean. Return nothing beside it: values of examples are "
+                "sensitive, and a model's state must not depend on them.",
+                loss=f"an array of shape {shape}" if is_array else type(loss).__name__,
+            )
         return jnp.asarray(loss)
 
     return checked
@@ -145,20 +145,20 @@ def check_program(
     read = interpreter.variables_read(jaxpr)
     all_read = set().union(*read)
     columns = jaxpr.invars[len(params) : len(params) + num_columns]
-    _validate.require(
-        not all_read.isdisjoint(columns),
-        "loss_fn must compute with the batch that it is given. Data that it closes "
-        "over would be seen by all examples, and would not be protected.",
-        reads_batch=False,
-    )
-    _validate.require(
-        not all_read.isdisjoint(jaxpr.invars[: len(params)]),
-        "loss_fn must compute with the params that it is given. Models of Keras, NNX "
-        "and Equinox have parameters of their own. Use model.stateless_call(params, "
-        "...), nnx.merge(graphdef, params), or eqx.combine(params, static). "
-        "docs/recipes.md has each of them.",
-        reads_params=False,
-    )
+    if all_read.isdisjoint(columns):
+        _validate.fail(
+            "loss_fn must compute with the batch that it is given. Data that it "
+            "closes over would be seen by all examples, and would not be protected.",
+            reads_batch=False,
+        )
+    if all_read.isdisjoint(jaxpr.invars[: len(params)]):
+        _validate.fail(
+            "loss_fn must compute with the params that it is given. Models of Keras, "
+            "NNX and Equinox have parameters of their own. Use "
+            "model.stateless_call(params, ...), nnx.merge(graphdef, params), or "
+            "eqx.combine(params, static). docs/recipes.md has each of them.",
+            reads_params=False,
+        )
     pairs = zip(params, jaxpr.invars[: len(params)], strict=True)
     if unread := [path for path, variable in pairs if variable not in all_read]:
         warn(
@@ -168,14 +168,15 @@ def check_program(
         )
     eqns = bodies.equations(jaxpr)
     names = {eqn.primitive.name for eqn in eqns}
-    _validate.require(
-        names.isdisjoint(primitives.LOOPS_AND_CHECKPOINTS)
-        or not any(x.aval.sharding.mesh.explicit_axes for x in jaxpr.constvars),
-        "arrays that loss_fn closes over must be on auto axes if it has loops or "
-        "checkpoints. Use a mesh with axis_types="
-        "(jax.sharding.AxisType.Auto,) * number_of_axes.",
-        axes="explicit",
-    )
+    if not names.isdisjoint(primitives.LOOPS_AND_CHECKPOINTS) and any(
+        x.aval.sharding.mesh.explicit_axes for x in jaxpr.constvars
+    ):
+        _validate.fail(
+            "arrays that loss_fn closes over must be on auto axes if it has loops or "
+            "checkpoints. Use a mesh with axis_types=(jax.sharding.AxisType.Auto,) * "
+            "number_of_axes.",
+            axes="explicit",
+        )
     rows = {x.aval.shape[:1] for x in jaxpr.constvars if x in all_read}
     if num_examples and num_examples >= _MANY and (num_examples,) in rows:
         warn(

@@ -125,12 +125,12 @@ def _ordinary_product(eqn: Any, values: list[Any]) -> list[jax.Array]:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracting, batch) = numbers.dot_dimension_numbers
     (row_axis,) = numbers.lhs_ragged_dimensions
-    _validate.require(
-        row_axis not in (*contracting[0], *batch[0]),
-        "groups of a ragged product must be groups of rows. Use jax.lax.ragged_dot, or "
-        "one-hot groups and jnp.einsum.",
-        lhs_ragged_dimensions=(row_axis,),
-    )
+    if row_axis in (*contracting[0], *batch[0]):
+        _validate.fail(
+            "groups of a ragged product must be groups of rows. Use "
+            "jax.lax.ragged_dot, or one-hot groups and jnp.einsum.",
+            lhs_ragged_dimensions=(row_axis,),
+        )
     (group_axis,) = numbers.rhs_group_dimensions
     free_left = [i for i in range(left.ndim) if i not in (*contracting[0], *batch[0])]
     free_right = [i for i in range(right.ndim) if i not in (*contracting[1], *batch[1])]

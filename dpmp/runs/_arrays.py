@@ -45,14 +45,15 @@ def read(folder: pathlib.Path, like: PyTree, saved: dict[str, str]) -> PyTree:
     """
     wanted = types_of(like)
     for name in [*wanted, *saved]:
-        _validate.require(
-            saved.get(name) == wanted.get(name),
-            "the state must have the arrays of the checkpoint. Build the model and the "
-            "trainer as they were, or use another directory, which is charged as well.",
-            array=name,
-            saved=saved.get(name),
-            wanted=wanted.get(name),
-        )
+        if saved.get(name) != wanted.get(name):
+            _validate.fail(
+                "the state must have the arrays of the checkpoint. Build the model "
+                "and the trainer as they were, or use another directory, which is "
+                "charged as well.",
+                array=name,
+                saved=saved.get(name),
+                wanted=wanted.get(name),
+            )
     arrays = _by_name(like)
     shapes = {name: _shape_of(x) for name, x in arrays.items() if np.size(x)}
     with _for_orbax(folder) as path, _checkpointer() as (orbax, args):

@@ -111,13 +111,13 @@ class RunDirectory:
         """Raises ValueError unless all runs in the directory have one delta."""
         records = self._ledger.records
         deltas = {x.delta for x in records if x.delta is not None} - {self._delta}
-        _validate.require(
-            not deltas,
-            "a budget must be for the delta of all runs in the directory. Use DPSGD "
-            "with that delta, and a budget that you planned for it.",
-            delta=self._delta,
-            earlier=sorted(deltas),
-        )
+        if deltas:
+            _validate.fail(
+                "a budget must be for the delta of all runs in the directory. Use "
+                "DPSGD with that delta, and a budget that you planned for it.",
+                delta=self._delta,
+                earlier=sorted(deltas),
+            )
 
     def charge(self, segment: Segment) -> None:
         """Records steps before anything that depends on them is seen."""
@@ -191,12 +191,12 @@ class RunDirectory:
     def _check_file_system(self) -> None:
         """Raises ValueError unless a pending checkpoint can be renamed at release."""
         folders = [x for x in (self._folder, self.path) if x.exists()]
-        _validate.require(
-            len({x.stat().st_dev for x in folders}) == 1,
-            "checkpoints must be on the file system of their directory. Pass a "
-            "checkpoint_dir on that file system, and leave its folders to dpmp.",
-            checkpoints=str(self._folder.resolve()),
-        )
+        if len({x.stat().st_dev for x in folders}) != 1:
+            _validate.fail(
+                "checkpoints must be on the file system of their directory. Pass a "
+                "checkpoint_dir on that file system, and leave its folders to dpmp.",
+                checkpoints=str(self._folder.resolve()),
+            )
 
     def _newest(self, like: PyTree) -> tuple[PyTree, dict[str, Any]] | None:
         for step in reversed(self._steps):
@@ -209,13 +209,13 @@ class RunDirectory:
                 "the one before is used instead. Its steps stay in the ledger, and are "
                 "made again at a new cost."
             )
-        _validate.require(
-            not self._steps,
-            "at least one checkpoint must be whole. Restore the directory from a copy. "
-            "The steps stay in the ledger.",
-            directory=str(self._folder),
-            damaged=self._steps,
-        )
+        if self._steps:
+            _validate.fail(
+                "at least one checkpoint must be whole. Restore the directory from a "
+                "copy. The steps stay in the ledger.",
+                directory=str(self._folder),
+                damaged=self._steps,
+            )
         return None
 
     def _facts_of_whole(self, path: pathlib.Path) -> dict[str, Any] | None:
@@ -235,12 +235,12 @@ class RunDirectory:
 
 def ledger_of(directory: pathlib.Path) -> Ledger:
     """Reads the ledger of a directory, which must be as new as its checkpoints."""
-    _validate.require(
-        not (directory / _FACTS).exists(),
-        "a checkpoint has a copy of the ledger, which ends before it. Pass the "
-        "directory of the run.",
-        directory=str(directory),
-    )
+    if (directory / _FACTS).exists():
+        _validate.fail(
+            "a checkpoint has a copy of the ledger, which ends before it. Pass the "
+            "directory of the run.",
+            directory=str(directory),
+        )
     # They are read before the ledger, to which a run may add just now.
     found = [
         (x, read_if_any(x / _ledger.NAME), _nonce_of(x))
@@ -268,15 +268,15 @@ def _nonce_of(checkpoint: pathlib.Path) -> str | None:
 
 
 def _require_new_ledger(is_new: bool, checkpoint: pathlib.Path) -> None:
-    _validate.require(
-        is_new,
-        "the ledger must be as new as the checkpoints, because it is the only account "
-        "of what the steps cost. Restore the newest ledger.jsonl. If it is lost, use "
-        "another directory, and add up the epsilon of both. If it is the checkpoint "
-        "that is damaged, or of another run, remove its folder.",
-        checkpoint=str(checkpoint),
-        ledger="without the record of this checkpoint, or of steps before it",
-    )
+    if not is_new:
+        _validate.fail(
+            "the ledger must be as new as the checkpoints, because it is the only "
+            "account of what the steps cost. Restore the newest ledger.jsonl. If it "
+            "is lost, use another directory, and add up the epsilon of both. If it is "
+            "the checkpoint that is damaged, or of another run, remove its folder.",
+            checkpoint=str(checkpoint),
+            ledger="without the record of this checkpoint, or of steps before it",
+        )
 
 
 @contextlib.contextmanager
@@ -292,22 +292,22 @@ def opened(
         return
     path = checked_path(directory)
     of_run = path.name == _CHECKPOINTS and (path.parent / _ledger.NAME).exists()
-    _validate.require(
-        not of_run and not (path / _FACTS).exists(),
-        "checkpoint_dir must be the directory of a run, not a folder in it: the steps "
-        "in the ledger of the run would not count. Pass the directory that the run was "
-        "started with.",
-        checkpoint_dir=str(path),
-    )
+    if of_run or (path / _FACTS).exists():
+        _validate.fail(
+            "checkpoint_dir must be the directory of a run, not a folder in it: the "
+            "steps in the ledger of the run would not count. Pass the directory that "
+            "the run was started with.",
+            checkpoint_dir=str(path),
+        )
     with contextlib.ExitStack() as stack:
         with files_required("a run must be able to lock its directory by a file"):
             on_first(lambda: stack.enter_context(_files.locked(path)))
-        _validate.require(
-            are_equal(_files.read_if_any(path / "lock")),
-            "all processes must use the same checkpoint_dir, on a disk that they "
-            "share. Pass the same path everywhere, on a shared file system.",
-            checkpoint_dir=str(path),
-        )
+        if not are_equal(_files.read_if_any(path / "lock")):
+            _validate.fail(
+                "all processes must use the same checkpoint_dir, on a disk that they "
+                "share. Pass the same path everywhere, on a shared file system.",
+                checkpoint_dir=str(path),
+            )
         on_first(lambda: RunDirectory(path, delta).recover())
         yield RunDirectory(path, delta)
 
@@ -316,23 +316,26 @@ def checked_path(directory: Any) -> pathlib.Path:
     """The absolute path of a directory that exists or can be made."""
     is_path = isinstance(directory, str | os.PathLike)
     text = os.fsdecode(directory) if is_path else ""
-    _validate.require(
-        text != ""
-        and text.encode(errors="ignore").decode() == text
-        and "\0" not in text
-        and "://" not in text,
-        "checkpoint_dir must be the path of a directory on a local or mounted file "
-        'system, which can lock files. Use "runs/1", for example. Copy finished '
-        "checkpoints to a bucket.",
-        checkpoint_dir=text if is_path else type(directory).__name__,
-    )
+    if (
+        text == ""
+        or text.encode(errors="ignore").decode() != text
+        or "\0" in text
+        or "://" in text
+    ):
+        _validate.fail(
+            "checkpoint_dir must be the path of a directory on a local or mounted "
+            'file system, which can lock files. Use "runs/1", for example. Copy '
+            "finished checkpoints to a bucket.",
+            checkpoint_dir=text if is_path else type(directory).__name__,
+        )
     folder = tempfile.gettempdir()
-    _validate.require(
-        not set(folder) & set("*?[]\\"),
-        "the folder of temporary files must have a name without * ? [ ] and "
-        "backslashes, for the links that checkpoints need. Set TMPDIR to another one.",
-        folder=folder,
-    )
+    if set(folder) & set("*?[]\\"):
+        _validate.fail(
+            "the folder of temporary files must have a name without * ? [ ] and "
+            "backslashes, for the links that checkpoints need. Set TMPDIR to another "
+            "one.",
+            folder=folder,
+        )
     path = pathlib.Path(os.path.expanduser(text))
     path = path.absolute()  # a program may change its directory
     try:
@@ -342,10 +345,11 @@ def checked_path(directory: Any) -> pathlib.Path:
             reason = f"a file in it has the name {_CHECKPOINTS}"
     except OSError as error:
         reason = None if isinstance(error, FileNotFoundError) else error.strerror
-    _validate.require(
-        reason is None,
-        "checkpoint_dir must be a directory, or a name for a new one. Use another one.",
-        checkpoint_dir=text[:200],
-        reason=reason,
-    )
+    if reason is not None:
+        _validate.fail(
+            "checkpoint_dir must be a directory, or a name for a new one. Use another "
+            "one.",
+            checkpoint_dir=text[:200],
+            reason=reason,
+        )
     return path

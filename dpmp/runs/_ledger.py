@@ -145,15 +145,15 @@ class Ledger:
 
     def _check_unchanged(self, descriptor: int) -> None:
         size = os.fstat(descriptor).st_size
-        _validate.require(
-            size == self._size,
-            "only the run that holds the lock may write its ledger. Start the run "
-            "again.",
-            file=str(self._file),
-            expected_bytes=self._size,
-            bytes=size,
-            error=RuntimeError,
-        )
+        if size != self._size:
+            _validate.fail(
+                "only the run that holds the lock may write its ledger. Start the run "
+                "again.",
+                file=str(self._file),
+                expected_bytes=self._size,
+                bytes=size,
+                error=RuntimeError,
+            )
 
 
 def _charge_files(directory: pathlib.Path) -> dict[pathlib.Path, Record]:
@@ -201,12 +201,12 @@ def _decode(text: bytes, place: str) -> Record:
         written_by = fields.pop("format")
     except _NO_RECORD:
         _damaged(place)
-    _validate.require(
-        written_by == _FORMAT,
-        f"a ledger must have format {_FORMAT}. Read it with the version of dpmp that "
-        "wrote it.",
-        line=place,
-    )
+    if written_by != _FORMAT:
+        _validate.fail(
+            f"a ledger must have format {_FORMAT}. Read it with the version of dpmp "
+            "that wrote it.",
+            line=place,
+        )
     try:
         segment = segment_from_json(fields.pop("segment"))
         return Record(segment=segment, **fields)

@@ -64,15 +64,16 @@ def _check_groups(load: Load, num_records: int) -> None:
         together = jax.tree.leaves(load(records))
         for i, record in enumerate(records):
             alone = jax.tree.leaves(load(records[i : i + 1]))
-            _validate.require(
-                all(
-                    x[i : i + 1].tobytes() == y.tobytes()
-                    for x, y in zip(together, alone, strict=True)
-                ),
-                "every record must be the same whatever is loaded with it. Compute "
-                "nothing across records in __getitem__, or let it take one index.",
-                record=int(record),
-            )
+            if not all(
+                x[i : i + 1].tobytes() == y.tobytes()
+                for x, y in zip(together, alone, strict=True)
+            ):
+                _validate.fail(
+                    "every record must be the same whatever is loaded with it. "
+                    "Compute nothing across records in __getitem__, or let it take "
+                    "one index.",
+                    record=int(record),
+                )
 
 
 def _check_records(load: Load, num_records: int) -> None:
@@ -93,12 +94,12 @@ def _check_records(load: Load, num_records: int) -> None:
         columns["(the tree)"] = str(tree)
         expected = expected or columns
         for path in [*expected, *columns]:
-            _validate.require(
-                columns.get(path) == expected.get(path),
-                "every record must have the tree, shapes and dtypes of the first one. "
-                "Pad or convert it, or leave it out of the dataset.",
-                record=record,
-                column=path or "(the dataset itself)",
-                in_the_first=expected.get(path, "nothing"),
-                in_this=columns.get(path, "nothing"),
-            )
+            if columns.get(path) != expected.get(path):
+                _validate.fail(
+                    "every record must have the tree, shapes and dtypes of the first "
+                    "one. Pad or convert it, or leave it out of the dataset.",
+                    record=record,
+                    column=path or "(the dataset itself)",
+                    in_the_first=expected.get(path, "nothing"),
+                    in_this=columns.get(path, "nothing"),
+                )

@@ -22,41 +22,41 @@ from dpmp.sources._source import Load, load_padded
 
 def check_sharding(sharding: Any, mechanism: DPSGD) -> None:
     """Raises ValueError unless `sharding` can divide the batches of `mechanism`."""
-    _validate.require(
-        sharding is not None or jax.process_count() == 1,
-        "batch_sharding must be given if there are several processes. Use "
-        'jax.NamedSharding(mesh, jax.P("data")) with a mesh of all devices.',
-        num_processes=jax.process_count(),
-    )
+    if sharding is None and jax.process_count() != 1:
+        _validate.fail(
+            "batch_sharding must be given if there are several processes. Use "
+            'jax.NamedSharding(mesh, jax.P("data")) with a mesh of all devices.',
+            num_processes=jax.process_count(),
+        )
     if sharding is None:
         return
     fix = 'Use jax.NamedSharding(mesh, jax.P("data")).'
     _validate.instance(jax.sharding.Sharding, fix, batch_sharding=sharding)
-    _validate.require(
-        _processes.span_all(sharding),
-        "batch_sharding must have devices of every process. Otherwise processes would "
-        "add the same noise to different sums. Use a mesh of jax.devices().",
-        num_processes=jax.process_count(),
-    )
+    if not _processes.span_all(sharding):
+        _validate.fail(
+            "batch_sharding must have devices of every process. Otherwise processes "
+            "would add the same noise to different sums. Use a mesh of jax.devices().",
+            num_processes=jax.process_count(),
+        )
     spec = tuple(getattr(sharding, "spec", ()))
-    _validate.require(
-        not any(spec[1:]),
-        "batch_sharding must divide a batch along its first axis, that of the "
-        "examples, and along no other",
-        fix=fix,
-        batch_sharding=jax.P(*spec),
-    )
+    if any(spec[1:]):
+        _validate.fail(
+            "batch_sharding must divide a batch along its first axis, that of the "
+            "examples, and along no other",
+            fix=fix,
+            batch_sharding=jax.P(*spec),
+        )
     num_shards = _num_shards(sharding)
     for name in ("padded_batch_size", "microbatch_size"):
         size = getattr(mechanism, name)
-        _validate.require(
-            size is None or size % num_shards == 0,
-            f"{name} must be a multiple of the {num_shards} parts into which "
-            "batch_sharding divides a batch. Build the mechanism with a "
-            f"microbatch_size that is a multiple of {num_shards}; batches are padded "
-            "to a multiple of it.",
-            size=size,
-        )
+        if size is not None and size % num_shards != 0:
+            _validate.fail(
+                f"{name} must be a multiple of the {num_shards} parts into which "
+                "batch_sharding divides a batch. Build the mechanism with a "
+                f"microbatch_size that is a multiple of {num_shards}; batches are "
+                "padded to a multiple of it.",
+                size=size,
+            )
 
 
 def check_devices(params: PyTree, batch_sharding: Any) -> None:
@@ -82,12 +82,12 @@ def check_devices(params: PyTree, batch_sharding: Any) -> None:
     if batch_sharding is None:
         return
     devices = {len(x.device_set) for x in spread}
-    _validate.require(
-        all(x.device_set == batch_sharding.device_set for x in spread),
-        "batch_sharding must have the devices of the parameters. Use one mesh.",
-        devices_of_batches=len(batch_sharding.device_set),
-        devices_of_parameters=sorted(devices),
-    )
+    if not all(x.device_set == batch_sharding.device_set for x in spread):
+        _validate.fail(
+            "batch_sharding must have the devices of the parameters. Use one mesh.",
+            devices_of_batches=len(batch_sharding.device_set),
+            devices_of_parameters=sorted(devices),
+        )
 
 
 def load_shards(

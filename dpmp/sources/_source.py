@@ -69,24 +69,26 @@ def loader_of(
     if hasattr(source, "iloc") and hasattr(source, "columns"):  # a table of pandas
         source = {name: source[name] for name in source.columns}
     is_iterator = hasattr(source, "__next__") and not hasattr(source, "__getitem__")
-    _validate.require(
-        not (is_iterator or type(source) in (str, bytes, type)),
-        "the dataset must be arrays, or an object with __getitem__ and __len__",
-        dataset=type(source).__name__,
-        fix=_in_place_of(source),
-    )
+    if is_iterator or type(source) in (str, bytes, type):
+        _validate.fail(
+            "the dataset must be arrays, or an object with __getitem__ and __len__",
+            dataset=type(source).__name__,
+            fix=_in_place_of(source),
+        )
     check_keys("the dataset", source)
     leaves = jax.tree.leaves(source, is_leaf=_is_list_of_numbers)
     is_arrays = bool(leaves) and not _is_list_of_numbers(source)
     is_arrays &= all(isinstance(x, list) or _is_array(x) for x in leaves)
     is_sequence = hasattr(source, "__getitem__") and hasattr(source, "__len__")
-    _validate.require(
-        is_arrays or (is_sequence and not isinstance(source, list | tuple | Mapping)),
-        "the dataset must be arrays with one row for each example, or an object with "
-        "__getitem__ and __len__",
-        dataset=type(source).__name__,
-        fix=f"{_in_place_of(source)} For anything else see dpmp.Source.",
-    )
+    if not is_arrays and (
+        not is_sequence or isinstance(source, list | tuple | Mapping)
+    ):
+        _validate.fail(
+            "the dataset must be arrays with one row for each example, or an object "
+            "with __getitem__ and __len__",
+            dataset=type(source).__name__,
+            fix=f"{_in_place_of(source)} For anything else see dpmp.Source.",
+        )
     columns = as_arrays(source) if is_arrays else None
     sizes = {len(x) if x.ndim else 0 for x in jax.tree.leaves(columns)} or {len(source)}
     num_examples = max(*sizes, 1) if num_examples is None else num_examples
@@ -96,19 +98,20 @@ def loader_of(
     if len(sizes) > 1:
         fix = "Make all arrays equally long, or read parts of one array through one "
         fix += "source (Shards in docs/data.md)."
-    _validate.require(
-        sizes == {num_examples},
-        f"the dataset must hold the {number}examples, one in each row of each array",
-        sizes="other ones" if hides_size else sorted(sizes),
-        fix=_in_place_of(source) if isinstance(source, list | tuple) else fix,
-    )
+    if sizes != {num_examples}:
+        _validate.fail(
+            f"the dataset must hold the {number}examples, one in each row of each "
+            "array",
+            sizes="other ones" if hides_size else sorted(sizes),
+            fix=_in_place_of(source) if isinstance(source, list | tuple) else fix,
+        )
     # An endless dataset of grain has this size. By it, noise would be far too small.
-    _validate.require(
-        num_examples < sys.maxsize,
-        "the dataset must hold each example once. Leave out repeat(): dpmp draws the "
-        "examples of every step from the whole dataset.",
-        size=num_examples,
-    )
+    if num_examples >= sys.maxsize:
+        _validate.fail(
+            "the dataset must hold each example once. Leave out repeat(): dpmp draws "
+            "the examples of every step from the whole dataset.",
+            size=num_examples,
+        )
 
     def ask(indices: Any) -> PyTree:
         with without_debugging():  # a source may compute with jax

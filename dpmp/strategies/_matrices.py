@@ -34,13 +34,14 @@ class Strategy(abc.ABC):
     def __post_init__(self):
         _validate.fields(self, iterations=_validate.positive_integer)
         given = [_validate.as_real(x) for x in self.coefficients]
-        _validate.require(
-            given[:1] == [1.0]
-            and all(isinstance(x, float) and abs(x) <= 1 for x in given),
-            "coefficients must begin with 1, and all must be from -1 to 1",
-            coefficients=self.coefficients,
-            fix="Use strategies.banded_toeplitz(8, iterations=...).",
-        )
+        if given[:1] != [1.0] or not all(
+            isinstance(x, float) and abs(x) <= 1 for x in given
+        ):
+            _validate.fail(
+                "coefficients must begin with 1, and all must be from -1 to 1",
+                coefficients=self.coefficients,
+                fix="Use strategies.banded_toeplitz(8, iterations=...).",
+            )
         grid = 2**self.LOG_GRID
         rounded = tuple(round(x * grid) / grid for x in given)
         object.__setattr__(self, "coefficients", rounded)
@@ -137,13 +138,13 @@ class BandedToeplitz(Strategy):
 
     def __post_init__(self):
         super().__post_init__()
-        _validate.require(
-            self.noise_gain <= 16,
-            "coefficients must let noise die out: the noise of a step would have more "
-            "than 16 times the standard deviation of independent noise",
-            coefficients=self.coefficients,
-            fix="Use smaller coefficients.",
-        )
+        if not self.noise_gain <= 16:
+            _validate.fail(
+                "coefficients must let noise die out: the noise of a step would have "
+                "more than 16 times the standard deviation of independent noise",
+                coefficients=self.coefficients,
+                fix="Use smaller coefficients.",
+            )
 
     @property
     def cycle_length(self) -> int:
@@ -191,19 +192,19 @@ class BandedInverse(Strategy):
     def __post_init__(self):
         super().__post_init__()
         _validate.fields(self, steps_per_epoch=_validate.positive_integer)
-        _validate.require(
-            self.bands > 1 and max(self.coefficients[1:]) <= 0,
-            "coefficients must begin with 1, and the others must not be positive",
-            coefficients=self.coefficients,
-            fix="Use strategies.banded_inverse(4, ...).",
-        )
-        _validate.require(
-            sum(self.coefficients) >= 0,
-            "coefficients must have a sum of at least 0, so that no step adds up what "
-            "examples contributed to many earlier ones",
-            coefficients=self.coefficients,
-            fix="Use smaller coefficients.",
-        )
+        if not (self.bands > 1 and max(self.coefficients[1:]) <= 0):
+            _validate.fail(
+                "coefficients must begin with 1, and the others must not be positive",
+                coefficients=self.coefficients,
+                fix="Use strategies.banded_inverse(4, ...).",
+            )
+        if not sum(self.coefficients) >= 0:
+            _validate.fail(
+                "coefficients must have a sum of at least 0, so that no step adds up "
+                "what examples contributed to many earlier ones",
+                coefficients=self.coefficients,
+                fix="Use smaller coefficients.",
+            )
 
     @property
     def cycle_length(self) -> int:
@@ -260,12 +261,12 @@ class BandedInverse(Strategy):
 def checked_momentum(momentum: Any) -> float:
     """Returns a number; ValueError if it is out of range."""
     momentum = _validate.as_real(momentum)
-    _validate.require(
-        0 <= momentum < 1,
-        "momentum must be at least 0 and below 1",
-        momentum=momentum,
-        fix="Use 0.9, for example.",
-    )
+    if not 0 <= momentum < 1:
+        _validate.fail(
+            "momentum must be at least 0 and below 1",
+            momentum=momentum,
+            fix="Use 0.9, for example.",
+        )
     return momentum
 
 

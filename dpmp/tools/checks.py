@@ -62,12 +62,12 @@ def save(path: str | pathlib.Path, **audits: Any) -> None:
     Raises:
       ValueError: if there is none, or something else.
     """
-    _validate.require(
-        bool(audits) and all(hasattr(x, "passed") for x in audits.values()),
-        "audits must be results of dpmp.audit, each with a name. Use save('audit.json',"
-        " replay=dpmp.audit.replay(...)).",
-        audits=list(audits),
-    )
+    if not audits or not all(hasattr(x, "passed") for x in audits.values()):
+        _validate.fail(
+            "audits must be results of dpmp.audit, each with a name. Use "
+            "save('audit.json', replay=dpmp.audit.replay(...)).",
+            audits=list(audits),
+        )
     write(pathlib.Path(path), [as_result(x, name) for name, x in audits.items()])
 
 

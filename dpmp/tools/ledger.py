@@ -125,12 +125,12 @@ def _read(directory: pathlib.Path) -> Ledger:
 def _common_delta(ledgers: Mapping[str, Ledger]) -> float:
     records = [x for ledger in ledgers.values() for x in ledger.records]
     deltas = {x.delta for x in records if x.delta is not None}
-    _validate.require(
-        len(deltas) == 1,
-        "all runs must have one delta, or a delta must be given. Pass --delta, well "
-        "below 1 over the number of examples.",
-        deltas=sorted(deltas),
-    )
+    if len(deltas) != 1:
+        _validate.fail(
+            "all runs must have one delta, or a delta must be given. Pass --delta, "
+            "well below 1 over the number of examples.",
+            deltas=sorted(deltas),
+        )
     return deltas.pop()
 
 

@@ -54,12 +54,12 @@ def draw(directory: pathlib.Path) -> Any:
       ValueError: without metrics, or without matplotlib.
     """
     lines = runs.read_metrics(directory)
-    _validate.require(
-        bool(lines),
-        "the directory must have metrics of a run. Pass a directory that "
-        "fit(checkpoint_dir=) was given.",
-        directory=str(directory),
-    )
+    if not lines:
+        _validate.fail(
+            "the directory must have metrics of a run. Pass a directory that "
+            "fit(checkpoint_dir=) was given.",
+            directory=str(directory),
+        )
     curves = _curves(lines)
     names = list(dict.fromkeys(map(_panel, curves)))
     figure, panels = _grid(names, lines[-1]["step"])

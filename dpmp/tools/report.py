@@ -100,12 +100,12 @@ def report_of(
     # The names alone: the report goes to others.
     paths = {pathlib.Path(x).name: pathlib.Path(x) for x in directories}
     ledgers = {pathlib.Path(x).name: y for x, y in read_ledgers(directories).items()}
-    _validate.require(
-        len(ledgers) == len(directories),
-        "directories must have different names, by which the report calls them. Rename "
-        "one of them.",
-        directories=[x.name for x in directories],
-    )
+    if len(ledgers) != len(directories):
+        _validate.fail(
+            "directories must have different names, by which the report calls them. "
+            "Rename one of them.",
+            directories=[x.name for x in directories],
+        )
     summary, total = summary_of(ledgers, delta), total_of(ledgers)
     pairs = ((x, total.guarantee(delta=x).epsilon) for x in _DELTAS)
     curve = [(d, e) for d, e in pairs if math.isfinite(e)]

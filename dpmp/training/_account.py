@@ -77,11 +77,11 @@ class Account:
         # By bisection: epsilon rises with the steps, and may take a second to compute.
         ends = range(self.start + 1, self.end + 1)
         end = self.start + bisect.bisect_right(ends, epsilon_budget, key=epsilon_until)
-        _validate.require(
-            end > 0,
-            f"the budget must allow a first step. {_SEE_THE_LEDGER}",
-            epsilon_budget=epsilon_budget,
-        )
+        if not end > 0:
+            _validate.fail(
+                f"the budget must allow a first step. {_SEE_THE_LEDGER}",
+                epsilon_budget=epsilon_budget,
+            )
         if end < stop:
             warn(
                 f"the budget of epsilon {epsilon_budget} ends the run after step {end} "
@@ -205,12 +205,12 @@ def _arrays_of(state: TrainingState) -> list[Any]:
 def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:
     """The steps that led to a state."""
     past = runs.Spent.from_array(state.spent, num_examples=mechanism.num_examples)
-    _validate.require(
-        int(state.step) <= sum(x.stop - x.start for x in past.segments),
-        "state.spent must say what all steps of the state cost. Save and restore it "
-        "with the other fields of the state.",
-        step=int(state.step),
-    )
+    if not int(state.step) <= sum(x.stop - x.start for x in past.segments):
+        _validate.fail(
+            "state.spent must say what all steps of the state cost. Save and restore "
+            "it with the other fields of the state.",
+            step=int(state.step),
+        )
     _check_people(past, mechanism)
     return past
 
@@ -244,13 +244,13 @@ def _check_people(spent: runs.Spent, mechanism: DPSGD) -> None:
     """Raises ValueError unless past steps can be composed with those of a mechanism."""
     people = mechanism.num_examples, mechanism.neighboring_relation
     for cost in {x.cost for x in spent.segments}:
-        _validate.require(
-            people == (cost.num_examples, cost.neighboring_relation),
-            "a run must go on with the number of examples and the neighbouring "
-            "relation of its past steps, so that their epsilons can be composed. Use "
-            "the same dataset. For another one, train in another directory: "
-            "`python -m dpmp ledger DIR1 DIR2` adds up runs on the same people.",
-            num_examples=people[0],
-            neighboring_relation=people[1].name,
-            earlier=(cost.num_examples, cost.neighboring_relation.name),
-        )
+        if people != (cost.num_examples, cost.neighboring_relation):
+            _validate.fail(
+                "a run must go on with the number of examples and the neighbouring "
+                "relation of its past steps, so that their epsilons can be composed. "
+                "Use the same dataset. For another one, train in another directory: "
+                "`python -m dpmp ledger DIR1 DIR2` adds up runs on the same people.",
+                num_examples=people[0],
+                neighboring_relation=people[1].name,
+                earlier=(cost.num_examples, cost.neighboring_relation.name),
+            )

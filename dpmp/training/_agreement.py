@@ -46,34 +46,35 @@ def check_same_data(
     are_same = are_equal(*facts)
     if error is not None:
         raise error
-    _validate.require(
-        are_same,
-        "all processes must have the same mechanism, prng_key and options of fit, and "
-        "the same data in one order. Read the same files everywhere. If they are the "
-        "same, one process cannot load its data; its error says more.",
-        num_processes=jax.process_count(),
-    )
+    if not are_same:
+        _validate.fail(
+            "all processes must have the same mechanism, prng_key and options of fit, "
+            "and the same data in one order. Read the same files everywhere. If they "
+            "are the same, one process cannot load its data; its error says more.",
+            num_processes=jax.process_count(),
+        )
 
 
 def check_same_past(spent: runs.Spent) -> None:
     """Raises RuntimeError on all processes unless they count the same past steps."""
-    _validate.require(
-        are_equal(bytes(spent.to_array())),
-        "all processes must have the same past steps, including those that failed. "
-        "Start all processes again, and go on from a saved state.",
-        num_processes=jax.process_count(),
-        error=RuntimeError,
-    )
+    if not are_equal(bytes(spent.to_array())):
+        _validate.fail(
+            "all processes must have the same past steps, including those that "
+            "failed. Start all processes again, and go on from a saved state.",
+            num_processes=jax.process_count(),
+            error=RuntimeError,
+        )
 
 
 def check_same_arrays(tree: Any) -> None:
     """Raises ValueError on all processes unless they hold the same values."""
-    _validate.require(
-        _are_replicas_equal(tree),
-        "all processes must have the same state, and the same arrays that the loss and "
-        "the optimizer close over. Make or restore them in the same way everywhere.",
-        num_processes=jax.process_count(),
-    )
+    if not _are_replicas_equal(tree):
+        _validate.fail(
+            "all processes must have the same state, and the same arrays that the "
+            "loss and the optimizer close over. Make or restore them in the same way "
+            "everywhere.",
+            num_processes=jax.process_count(),
+        )
 
 
 def check_same_program(lowered: jax.stages.Lowered) -> None:
@@ -88,12 +89,13 @@ def check_same_program(lowered: jax.stages.Lowered) -> None:
     # Flags of the compiler change how a sum is rounded.
     flags = os.environ.get("XLA_FLAGS", "").split()
     flags = sorted(x for x in flags if not x.startswith(_FLAGS_OF_ONE))
-    _validate.require(
-        are_equal(text.encode(), repr((flags, jax.__version__)).encode()),
-        "all processes must have the same loss, optimizer, mechanism and policy, the "
-        "same XLA_FLAGS and one version of jax. Build them in the same way everywhere.",
-        num_processes=jax.process_count(),
-    )
+    if not are_equal(text.encode(), repr((flags, jax.__version__)).encode()):
+        _validate.fail(
+            "all processes must have the same loss, optimizer, mechanism and policy, "
+            "the same XLA_FLAGS and one version of jax. Build them in the same way "
+            "everywhere.",
+            num_processes=jax.process_count(),
+        )
 
 
 def check_spans_processes(batch: PyTree) -> None:
@@ -102,12 +104,13 @@ def check_spans_processes(batch: PyTree) -> None:
         isinstance(x, jax.Array) and span_all(x.sharding)
         for x in jax.tree.leaves(batch)
     ]
-    _validate.require(
-        jax.process_count() == 1 or all(is_shared),
-        "a batch must be committed to devices of all processes, which use the same "
-        "noise. Use trainer.load_batch, or jax.make_array_from_process_local_data.",
-        num_processes=jax.process_count(),
-    )
+    if jax.process_count() != 1 and not all(is_shared):
+        _validate.fail(
+            "a batch must be committed to devices of all processes, which use the "
+            "same noise. Use trainer.load_batch, or "
+            "jax.make_array_from_process_local_data.",
+            num_processes=jax.process_count(),
+        )
 
 
 def _are_replicas_equal(tree: Any) -> bool:

@@ -41,12 +41,12 @@ def check_types(
     mechanism: Any, loss_fn: Any, optimizer: Any, uses_prng_key: Any
 ) -> None:
     """Raises ValueError for arguments of a wrong type."""
-    _validate.require(
-        not isinstance(loss_fn, ScaledLoss),
-        "loss_fn must be without a scale. Pass the loss itself, and the scale as "
-        "loss_scale=.",
-        type="ScaledLoss",
-    )
+    if isinstance(loss_fn, ScaledLoss):
+        _validate.fail(
+            "loss_fn must be without a scale. Pass the loss itself, and the scale as "
+            "loss_scale=.",
+            type="ScaledLoss",
+        )
     fix = "Use dpmp.DPSGD(...).calibrate(...)."
     _validate.instance(DPSGD, fix, mechanism=mechanism)
     fix = "Use optax.adam(1e-3), for example. Of optax.MultiSteps, pass what its "
@@ -83,69 +83,74 @@ def checked_stop(stop_at: Any, state: Any, iterations: int) -> int:
     """
     check_state(state)
     stop, start = iterations if stop_at is None else as_number(stop_at), int(state.step)
-    _validate.require(
-        _validate.is_integer(stop) and 0 <= stop <= iterations >= start,
-        f"stop_at must be from 0 to {iterations}, and the state have no more steps. "
-        "Privacy is accounted for `iterations` steps. Plan more of them before the run "
-        "starts.",
-        step=start,
-        stop_at=stop,
-    )
+    if not (_validate.is_integer(stop) and 0 <= stop <= iterations >= start):
+        _validate.fail(
+            f"stop_at must be from 0 to {iterations}, and the state have no more "
+            "steps. Privacy is accounted for `iterations` steps. Plan more of them "
+            "before the run starts.",
+            step=start,
+            stop_at=stop,
+        )
     return stop
 
 
 def check_not_over(step: int, mechanism: DPSGD) -> None:
     """Raises ValueError after the last step."""
-    _validate.require(
-        step < mechanism.iterations,
-        f"step must be below iterations = {mechanism.iterations}. Plan more iterations "
-        "before the run starts.",
-        step=step,
-    )
+    if step >= mechanism.iterations:
+        _validate.fail(
+            f"step must be below iterations = {mechanism.iterations}. Plan more "
+            "iterations before the run starts.",
+            step=step,
+        )
 
 
 def check_makes_steps_alone(mechanism: DPSGD) -> None:
     """Raises ValueError if secrets tie steps together, which only `fit` keeps."""
-    _validate.require(
-        mechanism.makes_steps_alone,
-        "random allocation and correlated noise tie steps together, so fit must make "
-        "them. Use trainer.fit, or leave sampling and strategy out.",
-        sampling=mechanism.sampling,
-        strategy=mechanism.strategy,
-    )
+    if not mechanism.makes_steps_alone:
+        _validate.fail(
+            "random allocation and correlated noise tie steps together, so fit must "
+            "make them. Use trainer.fit, or leave sampling and strategy out.",
+            sampling=mechanism.sampling,
+            strategy=mechanism.strategy,
+        )
 
 
 def check_batch(batch: Any, step: int, mechanism: DPSGD) -> None:
     """Raises ValueError unless `train_step` may use a `Batch` after `step` steps."""
     drawn_by = batch.mechanism.batch_selection_strategy, batch.mechanism.num_examples
-    _validate.require(
-        batch.ticket.step == step
-        and drawn_by == (mechanism.batch_selection_strategy, mechanism.num_examples),
-        "a batch must be drawn by the mechanism, and for the state, that it is used "
-        "with. Use trainer.train_step(state, trainer.load_batch(state, data)).",
-        batch_of_step=batch.ticket.step,
-        step=step,
-    )
+    if batch.ticket.step != step or drawn_by != (
+        mechanism.batch_selection_strategy,
+        mechanism.num_examples,
+    ):
+        _validate.fail(
+            "a batch must be drawn by the mechanism, and for the state, that it is "
+            "used with. Use trainer.train_step(state, trainer.load_batch(state, "
+            "data)).",
+            batch_of_step=batch.ticket.step,
+            step=step,
+        )
 
 
 def as_public(returned: Any) -> dict[str, float]:
     """The numbers that a callback returned, as floats; none for None."""
     returned = {} if returned is None else returned
-    _validate.require(
-        isinstance(returned, Mapping) and all(isinstance(x, str) for x in returned),
-        "a callback must return None, or a dict from names to numbers that were "
-        'computed from public data or from released values. Return {"accuracy": 0.9}, '
-        "for example, or nothing.",
-        type=type(returned).__name__,
-    )
-    for name, x in returned.items():
-        _validate.require(
-            _is_real_scalar(x),
-            "every number that a callback returns must be a real scalar. Reduce arrays "
-            "with jnp.mean, for example.",
-            name=name,
-            type=type(x).__name__,
+    if not isinstance(returned, Mapping) or not all(
+        isinstance(x, str) for x in returned
+    ):
+        _validate.fail(
+            "a callback must return None, or a dict from names to numbers that were "
+            'computed from public data or from released values. Return {"accuracy": '
+            "0.9}, for example, or nothing.",
+            type=type(returned).__name__,
         )
+    for name, x in returned.items():
+        if not _is_real_scalar(x):
+            _validate.fail(
+                "every number that a callback returns must be a real scalar. Reduce "
+                "arrays with jnp.mean, for example.",
+                name=name,
+                type=type(x).__name__,
+            )
     return {name: as_real(x) for name, x in returned.items()}
 
 
@@ -177,14 +182,15 @@ def check_same_types(old: TrainingState, new: TrainingState) -> None:
     """
     given, returned = runs.types_of(old), runs.types_of(new)
     for name in given | returned:
-        _validate.require(
-            given.get(name) == returned.get(name),
-            "an optimizer must return parameters and a state of the shapes and dtypes "
-            "that it was given. Make its state in `init` as `update` returns it.",
-            array=name,
-            given=given.get(name),
-            returned=returned.get(name),
-        )
+        if given.get(name) != returned.get(name):
+            _validate.fail(
+                "an optimizer must return parameters and a state of the shapes and "
+                "dtypes that it was given. Make its state in `init` as `update` "
+                "returns it.",
+                array=name,
+                given=given.get(name),
+                returned=returned.get(name),
+            )
 
 
 def check_is_state(state: Any) -> None:
@@ -197,27 +203,27 @@ def check_state(state: Any, batch: PyTree = None) -> None:
     check_is_state(state)
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
     others = [*jax.tree.leaves(batch), jnp.zeros(())]  # inside of jit, it is traced
-    _validate.require(
-        not any(isinstance(x, jax.core.Tracer) for x in (*arrays, *others)),
-        "steps must be made outside of jax.jit, vmap, scan and other transformations, "
-        "so that each has random bits of its own. Call fit or train_step in an "
-        "ordinary loop. A step is compiled anyway.",
-        traced=True,
-    )
-    _validate.require(
-        not is_used_up(state),
-        "state must be the one that fit or train_step returned last. Write state = "
-        "trainer.fit(state, ...). Or start another run, which costs as well, with "
-        "trainer.init.",
-        state="one whose arrays were reused by a later step",
-    )
+    if any(isinstance(x, jax.core.Tracer) for x in (*arrays, *others)):
+        _validate.fail(
+            "steps must be made outside of jax.jit, vmap, scan and other "
+            "transformations, so that each has random bits of its own. Call fit or "
+            "train_step in an ordinary loop. A step is compiled anyway.",
+            traced=True,
+        )
+    if is_used_up(state):
+        _validate.fail(
+            "state must be the one that fit or train_step returned last. Write state "
+            "= trainer.fit(state, ...). Or start another run, which costs as well, "
+            "with trainer.init.",
+            state="one whose arrays were reused by a later step",
+        )
     step = np.asarray(state.step)
     is_integer = step.shape == () and np.issubdtype(step.dtype, np.integer)
-    _validate.require(
-        is_integer and int(step) >= 0,
-        f"state.step must be the number of steps made. {_A_STATE}",
-        dtype=step.dtype.name,
-    )
+    if not is_integer or int(step) < 0:
+        _validate.fail(
+            f"state.step must be the number of steps made. {_A_STATE}",
+            dtype=step.dtype.name,
+        )
 
 
 def as_params(params: PyTree) -> PyTree:
@@ -225,36 +231,37 @@ def as_params(params: PyTree) -> PyTree:
     check_keys("params", params)
     params = jax.tree.map(_value, params)
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    _validate.require(
-        bool(leaves),
-        "params must be a tree with float arrays. Recipes for Flax, Equinox, Haiku and "
-        "Keras are in docs/recipes.md.",
-        params=type(params).__name__,
-    )
+    if not leaves:
+        _validate.fail(
+            "params must be a tree with float arrays. Recipes for Flax, Equinox, "
+            "Haiku and Keras are in docs/recipes.md.",
+            params=type(params).__name__,
+        )
     for path, leaf in leaves:
         dtype = getattr(leaf, "dtype", None) if hasattr(leaf, "shape") else None
         dtype = jnp.dtype(jnp.float32) if isinstance(leaf, float) else dtype
         is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
-        _validate.require(
-            dtype is not None and jnp.issubdtype(dtype, jnp.floating),
-            "every leaf of params must be a float array",
-            fix=_COMPLEX if is_complex else _NO_FLOAT,
-            leaf=jax.tree_util.keystr(path) or "(params itself)",
-            type=type(leaf).__name__ if dtype is None else str(dtype),
-        )
-        _validate.require(
-            not isinstance(leaf, jax.ShapeDtypeStruct),
-            "params must be arrays. Initialise the model first.",
-            leaf=jax.tree_util.keystr(path),
-            type="ShapeDtypeStruct",
-        )
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            _validate.fail(
+                "every leaf of params must be a float array",
+                fix=_COMPLEX if is_complex else _NO_FLOAT,
+                leaf=jax.tree_util.keystr(path) or "(params itself)",
+                type=type(leaf).__name__ if dtype is None else str(dtype),
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            _validate.fail(
+                "params must be arrays. Initialise the model first.",
+                leaf=jax.tree_util.keystr(path),
+                type="ShapeDtypeStruct",
+            )
     places = [getattr(x, "sharding", None) for _, x in leaves]
     meshes = {x.mesh for x in places if isinstance(x, jax.NamedSharding)}
-    _validate.require(
-        len(meshes) <= 1,
-        "all params must be sharded over one mesh. Put them on it by jax.device_put.",
-        meshes=[dict(mesh.shape) for mesh in meshes],
-    )
+    if len(meshes) > 1:
+        _validate.fail(
+            "all params must be sharded over one mesh. Put them on it by "
+            "jax.device_put.",
+            meshes=[dict(mesh.shape) for mesh in meshes],
+        )
     return params
 
 
@@ -267,16 +274,16 @@ def check_finite(params: PyTree) -> None:
     ):
         return
     finite = jax.jit(lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]))(arrays)
-    _validate.require(
-        bool(np.all(finite)),
-        "params must be finite: with NaN, no example would contribute anything. "
-        "Initialise the model again.",
-        leaves=[
-            jax.tree_util.keystr(path)
-            for (path, _), is_finite in zip(leaves, np.asarray(finite), strict=True)
-            if not is_finite
-        ],
-    )
+    if not np.all(finite):
+        _validate.fail(
+            "params must be finite: with NaN, no example would contribute anything. "
+            "Initialise the model again.",
+            leaves=[
+                jax.tree_util.keystr(path)
+                for (path, _), is_finite in zip(leaves, np.asarray(finite), strict=True)
+                if not is_finite
+            ],
+        )
 
 
 def _value(leaf: Any) -> Any:
@@ -315,14 +322,14 @@ class Options:
         )
         check_sharding(self.batch_sharding, self.mechanism)
         has_both = None not in (self.checkpoint_dir, self.mechanism.delta)
-        _validate.require(
-            self.epsilon_budget is None or has_both,
-            "a budget needs a directory, whose ledger has all steps, and a delta. Pass "
-            "checkpoint_dir too, and use mechanism.calibrate(epsilon=, delta=), or "
-            "DPSGD(delta=).",
-            checkpoint_dir=self.checkpoint_dir,
-            delta=self.mechanism.delta,
-        )
+        if self.epsilon_budget is not None and not has_both:
+            _validate.fail(
+                "a budget needs a directory, whose ledger has all steps, and a delta. "
+                "Pass checkpoint_dir too, and use mechanism.calibrate(epsilon=, "
+                "delta=), or DPSGD(delta=).",
+                checkpoint_dir=self.checkpoint_dir,
+                delta=self.mechanism.delta,
+            )
 
     @property
     def plan(self) -> tuple[Any, ...]:

@@ -261,13 +261,13 @@ class Loop:
         self._check_process()
 
     def _check_process(self) -> None:
-        _validate.require(
-            self._process == os.getpid(),
-            "a run must go on in the process that began it. Leave the forked process "
-            "by os._exit, or start a run of its own.",
-            process="a forked one",
-            error=RuntimeError,
-        )
+        if self._process != os.getpid():
+            _validate.fail(
+                "a run must go on in the process that began it. Leave the forked "
+                "process by os._exit, or start a run of its own.",
+                process="a forked one",
+                error=RuntimeError,
+            )
 
     def _make_step(self, batches: Iterator[Batch]) -> None:
         self._check_process()
@@ -326,12 +326,13 @@ class Loop:
             with self._user_code():
                 state = jax.tree.map(lambda x: x, self.state)  # callbacks may change it
                 public = as_public(self._options.callback(state))
-            _validate.require(
-                not is_used_up(self._state),
-                "a callback must leave the arrays of its state in memory. train_step "
-                "and fit reuse them, so give them jax.tree.map(jnp.copy, state).",
-                state="one whose arrays were reused or deleted",
-            )
+            if is_used_up(self._state):
+                _validate.fail(
+                    "a callback must leave the arrays of its state in memory. "
+                    "train_step and fit reuse them, so give them "
+                    "jax.tree.map(jnp.copy, state).",
+                    state="one whose arrays were reused or deleted",
+                )
         if self._file is not None:
             numbers = {f"public/{name}": finite(x) for name, x in public.items()}
             self._file.append([*lines[:-1], lines[-1] | numbers])

@@ -102,13 +102,13 @@ class Step:
         structure = jax.tree.structure(state), _dtypes(state.params)
         if structure not in self._structures:
             self._structures[structure] = self._differences(state)
-        _validate.require(
-            not self._structures[structure],
-            "the state must have the arrays that this trainer's init makes. Use the "
-            "optimizer, policy, loss scale, clip norm and metrics that the state was "
-            "made with.",
-            differs=self._structures[structure],
-        )
+        if self._structures[structure]:
+            _validate.fail(
+                "the state must have the arrays that this trainer's init makes. Use "
+                "the optimizer, policy, loss scale, clip norm and metrics that the "
+                "state was made with.",
+                differs=self._structures[structure],
+            )
 
     def _differences(self, state: TrainingState) -> list[str]:
         """The fields of a state whose structure is not that of the first state.
@@ -174,13 +174,13 @@ class Step:
     def _check_size(self, examples: PyTree, is_padding: Any) -> None:
         size = self.mechanism.padded_batch_size
         mask = np.empty((), object) if is_padding is None else jax.typeof(is_padding)
-        _validate.require(
-            mask.ndim == 1 and mask.dtype == jnp.bool_,
-            "is_padding_example must be a vector of bool. Use True for padding, and "
-            "False for examples. Or pass a batch of load_batch, which has it.",
-            ndim=mask.ndim,
-            dtype=mask.dtype.name,
-        )
+        if mask.ndim != 1 or mask.dtype != jnp.bool_:
+            _validate.fail(
+                "is_padding_example must be a vector of bool. Use True for padding, "
+                "and False for examples. Or pass a batch of load_batch, which has it.",
+                ndim=mask.ndim,
+                dtype=mask.dtype.name,
+            )
         sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((examples, is_padding))}
         # The message does not show the given size: the number of examples is sensitive.
         if sizes != {(size,)}:
@@ -414,12 +414,13 @@ class Step:
                 "without it, such as optax.adam(1e-3).",
                 reason=str(error),
             )
-        _validate.require(
-            jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, noisy),
-            "the updates of the optimizer must have the shapes of the parameters. Use "
-            "an optimizer that is given one mean gradient: dpmp clips and adds noise.",
-            updates=jax.tree.map(jnp.shape, updates),
-        )
+        if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, noisy):
+            _validate.fail(
+                "the updates of the optimizer must have the shapes of the parameters. "
+                "Use an optimizer that is given one mean gradient: dpmp clips and "
+                "adds noise.",
+                updates=jax.tree.map(jnp.shape, updates),
+            )
         return state._replace(
             step=state.step + 1,
             params=self.policy.apply_updates(state.params, updates, key),

@@ -49,14 +49,14 @@ class Ticket:
     def take(self, *uses: str) -> list[np.ndarray]:
         """Takes keys, (4,) uint32 each, so that nobody can take them again."""
         keys = [self._keys.pop(use, _USED) for use in uses]
-        _validate.require(
-            self._process == os.getpid() and not any(x is _USED for x in keys),
-            "the random numbers of a step must be used once, in the process that drew "
-            "them. Load another batch: with the same batch or noise, two steps would "
-            "reveal what the accounting assumes to be secret.",
-            uses=uses,
-            error=RuntimeError,
-        )
+        if self._process != os.getpid() or any(x is _USED for x in keys):
+            _validate.fail(
+                "the random numbers of a step must be used once, in the process that "
+                "drew them. Load another batch: with the same batch or noise, two "
+                "steps would reveal what the accounting assumes to be secret.",
+                uses=uses,
+                error=RuntimeError,
+            )
         return [_fresh_words(4) if x is None else x for x in keys]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

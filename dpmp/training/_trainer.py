@@ -217,12 +217,12 @@ class DPTrainer:
             ticket = self._draw_ticket(state)
             batch = Batch(batch, is_padding_example, ticket, mechanism)
         else:
-            _validate.require(
-                is_padding_example is None,
-                "is_padding_example must be left out with a batch of load_batch, which "
-                "has it. Use trainer.train_step(state, batch).",
-                is_padding_example="given",
-            )
+            if is_padding_example is not None:
+                _validate.fail(
+                    "is_padding_example must be left out with a batch of load_batch, "
+                    "which has it. Use trainer.train_step(state, batch).",
+                    is_padding_example="given",
+                )
         _checks.check_batch(batch, step, mechanism)
         if not _processes.all_say(self._last_step.has_returned(state)):
             _agreement.check_same_arrays(state)

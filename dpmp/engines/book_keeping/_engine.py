@@ -89,10 +89,11 @@ def analyse(
     identity tap (see `_rules`).
     """
     closed, treedef = interpreter.trace(fun, params, example)
-    _validate.require(
-        not bodies.has_primitive(closed.jaxpr, primitives.REFERENCE),
-        'a loss for book-keeping must not use jax.new_ref. Use method="per_example".',
-    )
+    if bodies.has_primitive(closed.jaxpr, primitives.REFERENCE):
+        _validate.fail(
+            "a loss for book-keeping must not use jax.new_ref. Use "
+            'method="per_example".'
+        )
     if transformations.has_ragged_products(closed.jaxpr):
         fun = transformations.without_ragged_products(fun)
         closed, treedef = interpreter.trace(fun, params, example)

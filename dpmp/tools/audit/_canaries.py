@@ -149,18 +149,18 @@ def canaries(
     _validate.instance(DPSGD, "Use trainer.mechanism.", mechanism=mechanism)
     _validate.optional(_validate.positive_integer)(num_canaries=num_canaries)
     _validate.optional(_validate.nonnegative_integer)(seed=seed)
-    _validate.require(
-        mechanism.is_private and mechanism.initial_clip_norm is None,
-        "the mechanism must be private, with a clip norm that does not adapt",
-        noise_multiplier=mechanism.noise_multiplier,
-        fix="Use mechanism.calibrate(epsilon=, delta=), and a number as clip norm.",
-    )
+    if not mechanism.is_private or mechanism.initial_clip_norm is not None:
+        _validate.fail(
+            "the mechanism must be private, with a clip norm that does not adapt",
+            noise_multiplier=mechanism.noise_multiplier,
+            fix="Use mechanism.calibrate(epsilon=, delta=), and a number as clip norm.",
+        )
     claim, attacker = mechanism.guarantee(), Attacker(mechanism)
-    _validate.require(
-        math.isfinite(claim.epsilon),
-        "the mechanism must claim an epsilon. Use more noise.",
-        noise_multiplier=mechanism.noise_multiplier,
-    )
+    if not math.isfinite(claim.epsilon):
+        _validate.fail(
+            "the mechanism must claim an epsilon. Use more noise.",
+            noise_multiplier=mechanism.noise_multiplier,
+        )
     rng = np.random.default_rng(seed)
     size = min(
         num_canaries or _NUM_CANARIES,

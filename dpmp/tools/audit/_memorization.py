@@ -159,20 +159,20 @@ def memorization(
     _check_canaries(losses, is_in)
     size = len(is_in)
     delta = _validate.nonnegative(delta=delta)
-    _validate.require(
-        delta <= 0.5 / size,
-        "delta must be at most 1 / (2 * canaries). Use the delta of your claim, or "
-        "fewer canaries.",
-        delta=delta,
-        canaries=size,
-    )
+    if not delta <= 0.5 / size:
+        _validate.fail(
+            "delta must be at most 1 / (2 * canaries). Use the delta of your claim, "
+            "or fewer canaries.",
+            delta=delta,
+            canaries=size,
+        )
     confidence = _validate.fraction(confidence=confidence)
     claimed = _validate.real(claimed=claimed)
-    _validate.require(
-        claimed >= 0,
-        "claimed must be an epsilon of at least 0. Leave it out without a claim.",
-        claimed=claimed,
-    )
+    if not claimed >= 0:
+        _validate.fail(
+            "claimed must be an epsilon of at least 0. Leave it out without a claim.",
+            claimed=claimed,
+        )
     # In random order where losses are the same, so that the order tells no coin.
     order = np.lexsort((np.random.default_rng().random(size), losses))
     ranked = is_in[order]
@@ -198,30 +198,32 @@ def memorization(
 
 
 def _check_canaries(losses: np.ndarray, is_in: np.ndarray) -> None:
-    _validate.require(
-        is_in.dtype == bool and is_in.ndim == 1 and losses.shape == is_in.shape,
-        "losses must be a number for each canary, and is_in a bool. Pass arrays with "
-        "one axis. Of 0 and 1, make bools with == 1.",
-        losses=losses.shape,
-        is_in=(is_in.shape, is_in.dtype.name),
-    )
+    if is_in.dtype != bool or is_in.ndim != 1 or losses.shape != is_in.shape:
+        _validate.fail(
+            "losses must be a number for each canary, and is_in a bool. Pass arrays "
+            "with one axis. Of 0 and 1, make bools with == 1.",
+            losses=losses.shape,
+            is_in=(is_in.shape, is_in.dtype.name),
+        )
     size = len(is_in)
-    _validate.require(
-        size >= _FEWEST,
-        f"there must be at least {_FEWEST} canaries. With fewer, an attacker learns "
-        "nothing.",
-        canaries=size,
-    )
-    _validate.require(
-        bool(np.all(np.isfinite(losses))),
-        "losses must be finite. Does the model compute NaN, or has a canary no token?",
-    )
+    if size < _FEWEST:
+        _validate.fail(
+            f"there must be at least {_FEWEST} canaries. With fewer, an attacker "
+            "learns nothing.",
+            canaries=size,
+        )
+    if not np.all(np.isfinite(losses)):
+        _validate.fail(
+            "losses must be finite. Does the model compute NaN, or has a canary no "
+            "token?"
+        )
     num_in = int(np.sum(is_in))
-    _validate.require(
-        float(stats.binomtest(num_in, size).pvalue) > _UNFAIR,
-        "is_in must be fair coins. Draw rng.random(canaries) < 0.5 before training.",
-        is_in=f"{num_in} of {size}",
-    )
+    if not float(stats.binomtest(num_in, size).pvalue) > _UNFAIR:
+        _validate.fail(
+            "is_in must be fair coins. Draw rng.random(canaries) < 0.5 before "
+            "training.",
+            is_in=f"{num_in} of {size}",
+        )
 
 
 def _lower_bound(

@@ -123,40 +123,40 @@ def replay(
       Exception: whatever both runs raise.
     """
     prepare = _preparation(trainer, callback)
-    _validate.require(
-        prepare is not trainer or neighbour is not None,
-        "a function that prepares the run must have another dataset to prepare it for. "
-        "Pass neighbour=, with another example at index.",
-        neighbour=None,
-    )
-    _validate.require(
-        prepare is not trainer or callback is None,
-        "a function that prepares the run must return the callback. Leave callback= "
-        "out.",
-        callback=callback,
-    )
-    _validate.require(
-        not isinstance(params, TrainingState),
-        "params must be the initial parameters. Pass what trainer.init is given.",
-        type="TrainingState",
-    )
+    if prepare is trainer and neighbour is None:
+        _validate.fail(
+            "a function that prepares the run must have another dataset to prepare it "
+            "for. Pass neighbour=, with another example at index.",
+            neighbour=None,
+        )
+    if prepare is trainer and callback is not None:
+        _validate.fail(
+            "a function that prepares the run must return the callback. Leave "
+            "callback= out.",
+            callback=callback,
+        )
+    if isinstance(params, TrainingState):
+        _validate.fail(
+            "params must be the initial parameters. Pass what trainer.init is given.",
+            type="TrainingState",
+        )
     steps = _validate.integer_in(
         range(2, 2**30),
         "steps must be an integer of at least 2. In step 2, the example takes no part.",
         steps=steps,
     )
-    _validate.require(
-        _may_be_neighbour(source, neighbour, index),
-        "neighbour must have another example than the data at this index, and the same "
-        "ones at all others. Pass the index in which the two differ.",
-        index=index,
-    )
+    if not _may_be_neighbour(source, neighbour, index):
+        _validate.fail(
+            "neighbour must have another example than the data at this index, and the "
+            "same ones at all others. Pass the index in which the two differ.",
+            index=index,
+        )
     folder = None if files is None else pathlib.Path(files)
-    _validate.require(
-        folder is None or (folder.is_dir() and not any(folder.glob("*"))),
-        "files must be an empty directory. Let callbacks write to a new one.",
-        files=str(folder),
-    )
+    if folder is not None and (not folder.is_dir() or any(folder.glob("*"))):
+        _validate.fail(
+            "files must be an empty directory. Let callbacks write to a new one.",
+            files=str(folder),
+        )
 
     def run(data: Any, tape: Tape) -> Tape:
         with tape.watching():
@@ -227,37 +227,37 @@ def _check(mechanism: DPSGD, index: int, steps: int) -> None:
         f"{mechanism.num_examples - 1}.",
         index=index,
     )
-    _validate.require(
-        mechanism.is_private and steps <= mechanism.iterations,
-        "the mechanism must be private, and plan at least as many steps",
-        noise_multiplier=mechanism.noise_multiplier,
-        iterations=mechanism.iterations,
-        steps=steps,
-        fix="Use mechanism.calibrate(epsilon=, delta=), or fewer steps.",
-    )
+    if not (mechanism.is_private and steps <= mechanism.iterations):
+        _validate.fail(
+            "the mechanism must be private, and plan at least as many steps",
+            noise_multiplier=mechanism.noise_multiplier,
+            iterations=mechanism.iterations,
+            steps=steps,
+            fix="Use mechanism.calibrate(epsilon=, delta=), or fewer steps.",
+        )
 
 
 def _preparation(trainer: Any, callback: Callback) -> Callable[..., Any]:
     """The function that prepares a run on the data that it is given."""
     if isinstance(trainer, DPTrainer):
         return lambda data: (trainer, data, callback)
-    _validate.require(
-        callable(trainer),
-        "trainer must be a DPTrainer, or a function that prepares the run from its "
-        "data. Use dpmp.DPTrainer(...).",
-        type=type(trainer).__name__,
-    )
+    if not callable(trainer):
+        _validate.fail(
+            "trainer must be a DPTrainer, or a function that prepares the run from "
+            "its data. Use dpmp.DPTrainer(...).",
+            type=type(trainer).__name__,
+        )
     return trainer
 
 
 def _prepared(prepare: Callable[..., Any], data: Any) -> tuple[DPTrainer, Any, Any]:
     run = prepare(data)
-    _validate.require(
-        isinstance(run, tuple) and len(run) == 3 and isinstance(run[0], DPTrainer),
-        "the function that prepares the run must return the trainer, the data and the "
-        "callback. Return (trainer, data, None) without a callback.",
-        type=type(run).__name__,
-    )
+    if not isinstance(run, tuple) or len(run) != 3 or not isinstance(run[0], DPTrainer):
+        _validate.fail(
+            "the function that prepares the run must return the trainer, the data and "
+            "the callback. Return (trainer, data, None) without a callback.",
+            type=type(run).__name__,
+        )
     _validate.optional(functools.partial(_validate.function, "state"))(callback=run[2])
     return run
 

@@ -105,11 +105,11 @@ def sums(
     )
     rows = {len(x) if np.ndim(x) else 0 for x in jax.tree.leaves(batch)}
     size = rows.pop() if len(rows) == 1 else 0
-    _validate.require(
-        size >= 3,
-        "batch must have at least three examples, along the first axis of all arrays. "
-        "Pass ten to a hundred.",
-    )
+    if size < 3:
+        _validate.fail(
+            "batch must have at least three examples, along the first axis of all "
+            "arrays. Pass ten to a hundred."
+        )
 
     def vector(rows: Sequence[int], shift: int = 0) -> np.ndarray:
         """The sum if some rows are padding, which holds examples further on."""

@@ -118,12 +118,12 @@ def _find(
     if not differentiate:
         return select(loss, [])
     is_scalar = isinstance(output, jax.ShapeDtypeStruct) and output.shape == ()
-    _validate.require(
-        is_scalar and jnp.issubdtype(output.dtype, jnp.floating),
-        "fun must return a scalar float loss to be differentiated and compared. Reduce "
-        "the output with jnp.mean, or use differentiate=False.",
-        output=output,
-    )
+    if not is_scalar or not jnp.issubdtype(output.dtype, jnp.floating):
+        _validate.fail(
+            "fun must return a scalar float loss to be differentiated and compared. "
+            "Reduce the output with jnp.mean, or use differentiate=False.",
+            output=output,
+        )
     program = jax.make_jaxpr(jax.value_and_grad(fun))(*shapes)
     return select(loss, find_places(program.jaxpr, [None] * len(rounded)))
 

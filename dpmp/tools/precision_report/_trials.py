@@ -57,14 +57,14 @@ class Trials:
         self._exact = [self._sum(reference, _FLOAT32, place) for place in (0, 1)]
         self._lengths = [float(np.linalg.norm(_flat(x))) for x in self._exact]
         for place, length in enumerate(self._lengths):
-            _validate.require(
-                0 < length < math.inf,
-                "the clipped gradients in float32 must have a sum that is finite and "
-                "not zero. Look for NaN in the batch and the parameters, and try a "
-                "lower learning rate.",
-                norm=length,
-                steps=self.steps * place,
-            )
+            if not 0 < length < math.inf:
+                _validate.fail(
+                    "the clipped gradients in float32 must have a sum that is finite "
+                    "and not zero. Look for NaN in the batch and the parameters, and "
+                    "try a lower learning rate.",
+                    norm=length,
+                    steps=self.steps * place,
+                )
         self._exact_seconds = self._seconds(reference, _FLOAT32)
 
     def _trained(self, params: PyTree, optimizer: optax.GradientTransformation) -> Any:

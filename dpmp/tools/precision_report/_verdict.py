@@ -170,22 +170,22 @@ def compare_policies(
     check_num_args(args, (0, 1))
     fix = "Use dpmp.DPSGD(...).calibrate(...)."
     _validate.instance(DPSGD, fix, mechanism=mechanism)
-    _validate.require(
-        mechanism.is_private,
-        "the mechanism must be private. Use mechanism.calibrate(epsilon=, delta=).",
-        noise_multiplier=mechanism.noise_multiplier,
-    )
+    if not mechanism.is_private:
+        _validate.fail(
+            "the mechanism must be private. Use mechanism.calibrate(epsilon=, delta=).",
+            noise_multiplier=mechanism.noise_multiplier,
+        )
     fix = 'Use ["mixed_bfloat16"], for example.'
     policies = _validate.instance((list, tuple), fix, policies=policies)
     fix = "Use optax.adam(1e-3), for example."
     _validate.instance(optax.GradientTransformation, fix, optimizer=optimizer)
     args = as_device_dtypes(args)
-    _validate.require(
-        not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)),
-        "parameters and batch must be arrays, because the answer depends on their "
-        "values. Pass public or synthetic examples, or use dpmp.precision_report.",
-        given="ShapeDtypeStruct",
-    )
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
+        _validate.fail(
+            "parameters and batch must be arrays, because the answer depends on their "
+            "values. Pass public or synthetic examples, or use dpmp.precision_report.",
+            given="ShapeDtypeStruct",
+        )
     batched = Signature.parse(batch_argnums=[*range(1, len(args))])
     first, rows = mechanism.initial_clip_norm, batched.batch_size(args)
     mechanism = dataclasses.replace(
