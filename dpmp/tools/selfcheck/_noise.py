@@ -58,8 +58,11 @@ def _at_least_float32(x: np.ndarray) -> np.ndarray:
 
 
 def _is_among(x: np.ndarray, ordered: np.ndarray) -> np.ndarray:
-    place = np.searchsorted(ordered, x)
-    return ordered[np.minimum(place, len(ordered) - 1)] == x
+    order = np.argsort(x)  # a search in order stays in the processor's caches
+    place = np.searchsorted(ordered, x[order])
+    found = np.empty(len(x), bool)
+    found[order] = ordered[np.minimum(place, len(ordered) - 1)] == x[order]
+    return found
 
 
 def _distinguishing_share(

@@ -110,7 +110,7 @@ class Sizes(NamedTuple):
     """The sizes of the measurements."""
 
     num_entries: int = 20_000  # of a gradient with one leaf
-    num_leaves: int = 1000  # of a gradient with many
+    num_leaves: int = 128  # of a gradient with many
     largest_batch: int = 4096  # for which sums are compared
     num_training: int = 2**23  # noisy values of each sum that an attacker knows
     num_test: int = 2**20  # noisy values of each sum that the attacker tells apart
