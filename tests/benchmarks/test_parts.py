@@ -63,7 +63,7 @@ def test_the_program_of_norms_computes_no_sum():
 @pytest.mark.slow
 def test_calibration_meets_the_target_by_both_ways(monkeypatch):
     monkeypatch.setattr(accountant, "_TOLERANCE", 0.01)
-    setting = accountant.Setting(10, 0.1, 1e-5, 3.0)
+    setting = accountant.Setting(10, 1.0, 1e-5, 3.0)
     figures = accountant.measure(setting, 1)
     for epsilon in figures["epsilon_of_calibrated"].values():
         assert 0.98 * setting.epsilon < epsilon <= setting.epsilon

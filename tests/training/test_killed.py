@@ -23,7 +23,7 @@ from dpmp.runs._ledger import Ledger
 
 PROGRAM = pathlib.Path(__file__).with_name("killed_run.py")
 STEPS = 60  # as in killed_run.py
-KILLS = int(os.environ.get("DPMP_TEST_KILLS", "4"))  # in each of the slow tests
+KILLS = int(os.environ.get("DPMP_TEST_KILLS", "2"))  # in each of the slow tests
 
 
 class Job:
