@@ -142,7 +142,7 @@ class ClipNorms:
             tuple(norms), prefix, rescale_to_unit_norm, normalize_by, traced, stability
         )
 
-    @property
+    @functools.cached_property
     def l2_norm_bound(self) -> float:
         """The largest norm of a contribution, over all groups together."""
         total = 1.0 if self.rescale_to_unit_norm else math.hypot(*self.norms)

@@ -200,7 +200,7 @@ class ReleasedMetrics:
 
     def max_coordinate(self, l2_norm_bound: float) -> float:
         """The largest value of each metric of one example; k bounds their norm."""
-        k = self.norm_share * contribution(as_real(l2_norm_bound))
+        k = self.norm_share * contribution(l2_norm_bound)
         return k / math.sqrt(max(len(self.paid), 1)) * (1 - 2.0**-50)
 
 
@@ -223,7 +223,6 @@ def contribution(l2_norm_bound: float) -> float:
 
     The bound is infinite only without clipping, and then there is no noise either.
     """
-    l2_norm_bound = as_real(l2_norm_bound)
     return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
 
 

@@ -71,9 +71,9 @@ def _factors(adapters: Adapters, path: str, ndim: int) -> tuple[Any, ...]:
 
 
 def _run(closed: Any, values: Sequence[Any]) -> list[Any]:
-    def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+    def evaluate(eqn: Any, values: list[Any]) -> list[Any] | None:
         if not any(isinstance(x, View) or is_quantised(x) for x in values):
-            return bind(eqn, values)
+            return None
         try:
             return _evaluate(eqn, values)
         except CannotFollowError as reason:

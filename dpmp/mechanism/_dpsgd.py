@@ -241,7 +241,7 @@ class DPSGD:
             self.num_examples,
         )
 
-    @property
+    @functools.cached_property
     def steps_per_epoch(self) -> int | None:
         """The number of steps of an epoch of random allocation; None without it."""
         return _privacy_cost.steps_per_epoch(self)
@@ -557,11 +557,11 @@ class DPSGD:
             self.expected_batch_size,
         )
 
-    @property
+    @functools.cached_property
     def _is_clipped(self) -> bool:
         return math.isfinite(self._clip_norms.l2_norm_bound)
 
-    @property
+    @functools.cached_property
     def _l2_norm_bound(self) -> float:
         """The largest norm of a contribution to everything that receives noise."""
         return self._joint.norm_bound(self._clip_norms.l2_norm_bound)

@@ -12,6 +12,9 @@ import jax.extend.source_info_util
 from dpmp._typing import PyTree
 from dpmp.programs import primitives
 
+# Evaluates an equation on values; None leaves it as it is.
+Rule = Callable[[Any, list[Any]], list[Any] | None]
+
 CUSTOM_VJP = f"{primitives.CUSTOM_VJP} "
 
 
@@ -66,13 +69,11 @@ def _is_known(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
 
-def run(
-    closed: Any, args: Sequence[Any], evaluate: Callable[[Any, list[Any]], list[Any]]
-) -> list[Any]:
+def run(closed: Any, args: Sequence[Any], evaluate: Rule) -> list[Any]:
     """Runs the equations of a closed jaxpr on values of any kind; returns the outputs.
 
-    `evaluate(eqn, values)` returns the values of an equation's outputs. Constants and
-    literals are passed unchanged.
+    `evaluate(eqn, values)` returns the values of an equation's outputs, or None to
+    evaluate the equation as it is. Constants and literals are passed unchanged.
     """
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -82,7 +83,9 @@ def run(
         return atom.val if is_literal(atom) else env[atom]
 
     for eqn in jaxpr.eqns:
-        results = evaluate(eqn, [read(atom) for atom in eqn.invars])
+        values = [read(atom) for atom in eqn.invars]
+        results = evaluate(eqn, values)
+        results = bind(eqn, values) if results is None else results
         env |= zip(eqn.outvars, results, strict=True)
     return [read(atom) for atom in jaxpr.outvars]
 

@@ -12,10 +12,7 @@ from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
 from dpmp.programs import frozen, primitives
 from dpmp.programs.bodies import bind_bodies, has_primitive
-from dpmp.programs.interpreter import bind, run, trace
-
-# Evaluates an equation on values; None leaves it as it is.
-Rule = Callable[[Any, list[Any]], list[Any] | None]
+from dpmp.programs.interpreter import Rule, bind, run, trace
 
 
 def hoist_constants(
@@ -78,14 +75,14 @@ def rewrite(
     def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
         transposed: dict[Any, list[Any]] = {}
 
-        def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+        def evaluate(eqn: Any, values: list[Any]) -> list[Any] | None:
             rule = rules.get(eqn.primitive.name)
             if rule and (results := rule(eqn, values)) is not None:
                 return results
             if eqn.primitive.name in primitives.WITH_BODIES:
                 return bind_bodies(eqn, values, run_body)
             if eqn.primitive.name != primitives.TRANSPOSE:
-                return bind(eqn, values)
+                return None
             # `jax.vmap` transposes each output again, though a loop stacks them once.
             # The values in `transposed` stay alive until the end of `run`, so no id is
             # used twice.

@@ -125,9 +125,9 @@ def execute(
         activations.extend(cached)
         return outputs
 
-    def evaluate(eqn: Any, values: list[Any]) -> list[Any]:
+    def evaluate(eqn: Any, values: list[Any]) -> list[Any] | None:
         step = plan.steps.get(id(eqn))
-        return interpreter.bind(eqn, values) if step is None else take(step, values)
+        return None if step is None else take(step, values)
 
     args = take(plan.first, list(args))
     outputs = take(plan.last, interpreter.run(plan.closed, args, evaluate))
