@@ -102,14 +102,12 @@ def new_adapters(decoder, params, rank):
 
 SCENARIOS = {
     "1B on 24 GB": ("--parameters 1e9 --memory 24", WITHOUT_MASTERS, 2),
-    "1B on 40 GB": ("--parameters 1e9 --memory 40", FULL, 4),
     "100M on 24 GB": ("--parameters 1e8 --memory 24", FULL, 32),
     "1B on 24 GB, few entries": (
         "--parameters 1e9 --memory 24 --trainable 2e6",
         LORA,
         8,
     ),
-    "1B on 24 GB, a rank": ("--parameters 1e9 --memory 24 --rank 8", LORA, 8),
     "70B on 80 GB": ("--parameters 70e9 --memory 80 --length 1024", FOUR_BITS, 0),
 }
 
@@ -136,18 +134,6 @@ def test_the_first_method_that_fits_is_chosen(scenario, capsys):
             optimizer=optax.sgd(0.1),
             policy=scope["policy"],
         ).init(scope.get("adapters", params))
-
-
-@pytest.mark.usefixtures("_without_search")
-def test_hours_follow_from_examples_a_second_without_a_model(capsys):
-    text, figures = plan(
-        capsys, "--rate", "40examples", "--batch-size", 1000, "--steps", 77
-    )
-    (start,) = (x for x in figures["plans"] if x["start_here"])
-    assert (start["batch_size"], start["iterations"]) == (1000, 77)
-    hours = start["batch_size"] * start["iterations"] / 40 / 3600
-    assert f"At this rate it takes {hours:.3g} hours." in text
-    assert f"whether {start['iterations']} steps" in " ".join(text.split())
 
 
 @pytest.mark.usefixtures("_compiled_before", "_without_search")
@@ -201,11 +187,13 @@ def test_a_small_model_is_compiled_and_fits(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("_without_search")
-def test_the_norm_of_the_noise_needs_no_model(capsys):
-    text, figures = plan(capsys, "--trainable", "1e6")
+def test_the_norm_of_the_noise_and_the_hours_need_no_model(capsys):
+    given = "--trainable 1e6 --rate 40examples --batch-size 1000 --steps 77"
+    text, figures = plan(capsys, *given.split())
     (start,) = (x for x in figures["plans"] if x["start_here"])
-    norm = 1000 * 2.0 / start["batch_size"]
-    assert f"has a norm of {norm:.3g}, over 1 million trained entries" in text
+    assert (start["batch_size"], start["iterations"]) == (1000, 77)
+    assert "has a norm of 2, over 1 million trained entries" in text
+    assert f"At this rate it takes {1000 * 77 / 40 / 3600:.3g} hours." in text
     scope = {}
     exec(figures["program"], scope)
     made = scope["mechanism"]
@@ -227,7 +215,7 @@ def test_a_configuration_has_the_parameters_of_its_model(path):
     assert decoder.num_parameters - norms == sum(matrices)
 
 
-@pytest.mark.parametrize("size", [10**6, 2 * 10**7, 10**8, 8 * 10**9, 7 * 10**10])
+@pytest.mark.parametrize("size", [10**6, 7 * 10**10])
 def test_a_decoder_has_the_size_that_is_asked_for(size):
     decoder = Decoder.of_size(size)
     assert 0 <= size - decoder.num_parameters < decoder.width
@@ -244,36 +232,24 @@ def test_adapters_have_the_counted_entries():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--parameters", "10"], "a decoder must have at least"),
-        (["--parameters", "1e9"], "memory must be"),
-        (["--config", "missing.json"], "must be the config.json of a decoder"),
+        ("--parameters 10", "a decoder must have at least"),
+        ("--parameters 1e9", "memory must be"),
+        ("--config missing.json", "must be the config.json of a decoder"),
         (
-            [
-                "--parameters",
-                "1e9",
-                "--memory",
-                "9",
-                "--neighbors",
-                "ADD_OR_REMOVE_ONE",
-            ],
+            "--parameters 1e9 --memory 9 --neighbors ADD_OR_REMOVE_ONE",
             "neighbours for which book-keeping has a proof",
         ),
-        (["--rank", "0"], "0 must be a number of at least 1"),
-        (["--rate", "40"], "40 must be a number with its unit"),
+        ("--rank 0", "0 must be a number of at least 1"),
+        ("--rate 40", "40 must be a number with its unit"),
+        ("--config config.json --memory 24", "must have no mixtures of experts"),
     ],
 )
-def test_wrong_options_are_refused(options, message, capsys):
+def test_wrong_options_are_refused(options, message, config, monkeypatch, capsys):
+    config.write_text(json.dumps(LLAMA_3_8B | {"num_local_experts": 8}))
+    monkeypatch.chdir(config.parent)
     with pytest.raises(SystemExit):
-        main(["plan", *TARGET, *options])
+        main(["plan", *TARGET, *options.split()])
     assert message in capsys.readouterr().err
-
-
-def test_mixtures_of_experts_are_refused(tmp_path, capsys):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA_3_8B | {"num_local_experts": 8}))
-    with pytest.raises(SystemExit):
-        main(["plan", *TARGET, "--config", str(path), "--memory", "24"])
-    assert "must have no mixtures of experts" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -38,12 +38,11 @@ def test_epsilon_is_the_mechanisms_rounded_up(capsys):
     exact = dataclasses.replace(MECHANISM, noise_multiplier=4.5, delta=1e-5)
     assert epsilon(capsys, *NOISE) == exact.guarantee().epsilon
     assert 0 <= float(text.split()[1]) - exact.guarantee().epsilon < 1e-3
-
-
-def test_an_epsilon_that_json_cannot_hold_is_null(capsys):
-    noise = ["--noise-multiplier", "0", "--delta", "1e-5"]
-    assert "inf" in run(capsys, "epsilon", *RUN, *noise)
-    assert epsilon(capsys, *noise) is None
+    replaced = epsilon(capsys, *NOISE, "--neighbors", "REPLACE_ONE")
+    assert replaced > exact.guarantee().epsilon
+    none = [*NOISE, "--noise-multiplier", "0"]
+    assert "inf" in run(capsys, "epsilon", *RUN, *none)
+    assert epsilon(capsys, *none) is None  # JSON has no infinity
 
 
 def test_the_printed_noise_multiplier_is_enough(capsys):
@@ -51,16 +50,6 @@ def test_the_printed_noise_multiplier_is_enough(capsys):
     printed = float(words[2].strip(","))
     noise = ["--noise-multiplier", str(printed), "--delta", "1e-5"]
     assert 1.99 < epsilon(capsys, *noise) <= 2
-
-
-def test_the_statement_is_the_mechanisms(capsys):
-    text = run(capsys, "statement", *RUN, *TARGET)
-    assert text.strip() == MECHANISM.calibrate(epsilon=2, delta=1e-5).statement()
-
-
-def test_neighbours_can_be_chosen(capsys):
-    replaced = epsilon(capsys, *NOISE, "--neighbors", "REPLACE_ONE")
-    assert replaced > epsilon(capsys, *NOISE)
 
 
 def test_plans_meet_the_target_at_equal_cost():
@@ -94,7 +83,9 @@ def test_one_row_of_the_table_is_marked(capsys):
     assert sum(row["start_here"] for row in rows) == 1
 
 
-def test_the_statement_names_options_that_exist_and_that_help(capsys):
+def test_the_statement_is_the_mechanisms_and_names_options_that_help(capsys):
+    text = run(capsys, "statement", *RUN, *TARGET)
+    assert text.strip() == MECHANISM.calibrate(epsilon=2, delta=1e-5).statement()
     args = ["statement", *RUN, *TARGET, "--neighbors", "ADD_OR_REMOVE_ONE"]
     text = " ".join(run(capsys, *args).split())
     names = re.findall(r"Pass (\S+) to avoid this", text)

@@ -2,39 +2,21 @@ import dataclasses
 
 import dp_accounting
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from small_runs import MECHANISM, new_trainer
 
-import dpmp
 from dpmp.planning import tune
 
-MECHANISM = dpmp.DPSGD(
-    num_examples=64,
-    expected_batch_size=16,
-    iterations=3,
-    l2_clip_norm=1.0,
-    noise_multiplier=1.0,
+SHAPES = (
+    {"w": jax.ShapeDtypeStruct((3,), np.float32)},
+    {name: jax.ShapeDtypeStruct(x, np.float32) for name, x in (("x", (3,)), ("y", ()))},
 )
-
-
-def trainer_of(mechanism=MECHANISM, **options):
-    return dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=lambda params, x: jnp.mean((x @ params) ** 2),
-        optimizer=optax.sgd(0.1),
-        policy="float32",
-        **options,
-    )
-
-
-SHAPES = jax.ShapeDtypeStruct((5,), np.float32), jax.ShapeDtypeStruct((5,), np.float32)
 
 
 @pytest.mark.slow
 def test_each_engine_and_size_is_timed_on_zeros():
-    tuning = tune(trainer_of(), *SHAPES, sizes=(None, 8, 10_000), rounds=1)
+    tuning = tune(new_trainer(), *SHAPES, sizes=(None, 8, 10_000), rounds=1)
     found = {
         (x.mechanism.method, x.mechanism.microbatch_size) for x in tuning.candidates
     }
@@ -47,21 +29,15 @@ def test_each_engine_and_size_is_timed_on_zeros():
     fields = ("method", "arithmetic", "microbatch_size")
     undone = {name: getattr(MECHANISM, name) for name in fields}
     assert dataclasses.replace(tuning.best, **undone) == MECHANISM
-    assert str(tuning).count("by shapes") == 2
 
 
 def test_only_engines_with_a_proof_are_candidates():
-    protected = dpmp.DPSGD(
-        num_examples=64,
-        expected_batch_size=16,
+    protected = new_trainer(
         sampling_prob=0.25,
         truncated_batch_size=32,
-        iterations=3,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
         neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
     )
-    (only,) = tune(trainer_of(protected), *SHAPES, sizes=(8,), rounds=1).candidates
+    (only,) = tune(protected, *SHAPES, sizes=(8,), rounds=1).candidates
     assert only.mechanism.method == "per_example"
 
 
@@ -75,6 +51,6 @@ def test_only_engines_with_a_proof_are_candidates():
     ],
 )
 def test_wrong_arguments_are_refused(options, message):
-    options = {"trainer": trainer_of(), **options}
+    options = {"trainer": new_trainer(), **options}
     with pytest.raises(ValueError, match=message):
         tune(options.pop("trainer"), *SHAPES, **options)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refusals import refusals
 
 import dpmp
 from benchmarks import sabotage
@@ -47,7 +48,6 @@ def mechanism(epsilon=4.0, **fields):
             for x in (
                 ("allocation", {"iterations": 13}),
                 ("correlated", {}),
-                ("inverse", {}),
                 ("inverse", {"released_metrics": METRICS}),
                 ("poisson", {"l2_clip_norm": dpmp.AutomaticClipping()}),
                 ("poisson", {"neighboring_relation": REPLACE_ONE}),
@@ -63,7 +63,6 @@ def test_canaries_find_most_of_epsilon_and_not_more(way, fields):
     assert 0.7 * found.claimed < found.epsilon <= found.claimed
     assert found.passed
     assert found.num_canaries == 2**15
-    assert "is not contradicted" in str(found)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -92,16 +91,13 @@ def test_rates_are_those_of_likelihood_ratios():
     np.testing.assert_allclose(ratios, (edges[1:] + edges[:-1]) / 2, atol=0.06)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"noise_multiplier": 0.0}, "must be private"),
-        ({"l2_clip_norm": dpmp.AdaptiveClipNorm(initial=1.0)}, "does not adapt"),
-    ],
+@refusals(
+    ("noise_multiplier", [0.0], "must be private"),
+    ("l2_clip_norm", [dpmp.AdaptiveClipNorm(initial=1.0)], "does not adapt"),
 )
-def test_what_has_no_claim_is_not_audited(changed, message):
+def test_what_has_no_claim_is_not_audited(wrong, message):
     with pytest.raises(ValueError, match=message):
-        audit.canaries(dataclasses.replace(mechanism(), **changed))
+        audit.canaries(dataclasses.replace(mechanism(), **wrong))
 
 
 NUM_EXAMPLES, EXAMPLE = 64, 5
@@ -152,7 +148,32 @@ def replay(
     )
 
 
-def test_a_neighbour_without_another_example_is_refused():
+ANOTHER = {"source": data(), "index": EXAMPLE, "neighbour": data(2.0)}
+NEIGHBOUR = "the same ones at all others; got inde"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"index": NUM_EXAMPLES}, "index must be the number of an example"),
+        ({"steps": 13}, "plan at least as many steps"),
+        ({"trainer": "trainer"}, "trainer must be a DPTrainer, or a function"),
+        (
+            {"trainer": lambda data: None},
+            "must have another dataset to prepare it",
+        ),
+        (
+            ANOTHER | {"trainer": lambda data: None},
+            "must return the trainer, the data and the",
+        ),
+        (ANOTHER | {"index": 3}, NEIGHBOUR),
+        (
+            ANOTHER | {"neighbour": jax.tree.map(lambda x: x[::-1], data())},
+            NEIGHBOUR,
+        ),
+    ],
+)
+def test_arguments_of_a_replay_are_checked(wrong, message):
     trainer = dpmp.DPTrainer(
         mechanism=mechanism(num_examples=NUM_EXAMPLES, expected_batch_size=16),
         loss_fn=loss,
@@ -160,16 +181,11 @@ def test_a_neighbour_without_another_example_is_refused():
         policy="float32",
     )
     params = {"w": jnp.zeros(40), "b": jnp.zeros(())}
-    refused = pytest.raises(ValueError, match=r"the same ones at all others; got inde")
-    with refused:
-        audit.replay(trainer, params, data(), index=3, neighbour=data(2.0))
-    others = jax.tree.map(lambda x: x[::-1], data())
-    with refused:
-        audit.replay(trainer, params, data(), index=EXAMPLE, neighbour=others)
+    with pytest.raises(ValueError, match=message):
+        audit.replay(**{"trainer": trainer, "params": params, "source": data()} | wrong)
 
 
 CONTRACT = {
-    "poisson": {},
     "allocation": {"sampling": "random_allocation"},
     "correlated": {"strategy": strategies.banded_toeplitz(2, iterations=8)},
     "inverse": {
@@ -187,10 +203,10 @@ CONTRACT = {
 VALUES = {"nothing": None, "NaN": np.nan, "infinite": np.inf, "huge": 1e30}
 VALUES |= {"tiny": 1e-30}
 # Each contract with one value, and the values with the contracts that may need them.
+# `sabotage` has Poisson sampling and the loss scale with huge values.
 PAIRS = """
-    poisson-nothing allocation-NaN correlated-huge exact-huge bounded-NaN dynamic-huge
-    dynamic-nothing dynamic-tiny float32-tiny automatic-NaN adaptive-huge groups-nothing
-    inverse-huge correlated-infinite
+    allocation-NaN correlated-huge exact-huge bounded-NaN dynamic-nothing dynamic-tiny
+    automatic-NaN adaptive-huge groups-nothing inverse-infinite
 """
 FAST_PAIRS = "bounded-nothing float32-NaN metrics-huge"
 FAST_FAULTS = {"clip norm doubled", "shuffling", "statistics of the batch"}
@@ -214,7 +230,7 @@ def test_a_run_reveals_nothing_but_noisy_gradients(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", ["huge", "tiny"])  # whose squares need float64
 def test_a_run_in_float64_reveals_nothing_more(value):
     dtypes = dict.fromkeys(("param_dtype", "compute_dtype"), "float64")
     with jax.enable_x64(True):
@@ -306,25 +322,24 @@ OF_SUMS = ("the sum of a step without the example",)
         (_with_a_mean_in_the_loss, OF_SUMS),
         (_with_a_clip_norm, ("the mechanism",)),
         (_that_prints, ("the text it prints",)),
+        (_that_fails, ("the error",)),
     ],
 )
 def test_what_a_run_prepares_from_its_data_is_compared(prepare, found):
-    seen = replay(2.0, prepare=prepare)
+    seen = replay(9.0, prepare=prepare)
     assert set(found) <= set(seen.differs)
     assert seen.passed == (not found)
     assert "under audit" not in str(seen)
 
 
-@pytest.mark.parametrize("leaks", [False, True])
-def test_files_of_callbacks_are_compared(tmp_path, leaks):
+def test_files_of_callbacks_are_compared(tmp_path):
     def keep(outputs):
         (tmp_path / "sub").mkdir(exist_ok=True)
-        text = str(float(jnp.sum(outputs.values)) if leaks else 1.0)
         with (tmp_path / "sub" / "log").open("a") as file:
-            file.write(text)
+            file.write(str(float(jnp.sum(outputs.values))))
 
     found = replay(1e3, sensitive_callback=keep, files=tmp_path)
-    assert found.differs == (("a file",) if leaks else ())
+    assert found.differs == ("a file",)
     assert not [*tmp_path.iterdir()]
     (tmp_path / "mine").touch()
     with pytest.raises(ValueError, match="must be an empty directory"):
@@ -332,9 +347,7 @@ def test_files_of_callbacks_are_compared(tmp_path, leaks):
     assert (tmp_path / "mine").exists()
 
 
-def test_a_preparation_may_fail_write_or_share(tmp_path):
-    assert "the error" in replay(9.0, prepare=_that_fails).differs
-
+def test_a_preparation_may_write_or_share(tmp_path):
     def writes(make_trainer, data):
         (tmp_path / "sizes").write_text(str(len(data["x"])))
         return make_trainer(), data, None
@@ -344,7 +357,7 @@ def test_a_preparation_may_fail_write_or_share(tmp_path):
     def never(make_trainer, data):
         raise RuntimeError(str(data["x"].max()))
 
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError):  # as no data can be prepared
         replay(9.0, prepare=never)
     shared = {}
 
@@ -352,22 +365,6 @@ def test_a_preparation_may_fail_write_or_share(tmp_path):
         return shared.setdefault("trainer", make_trainer()), data, None
 
     assert not replay(2.0, prepare=shares).has_preparation
-
-
-def test_arguments_of_a_replay_are_checked():
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism(), loss_fn=loss, optimizer=optax.sgd(1), policy="float32"
-    )
-    with pytest.raises(ValueError, match="index must be the number of an example"):
-        audit.replay(trainer, {}, {}, index=4096)
-    with pytest.raises(ValueError, match="plan at least as many steps"):
-        audit.replay(trainer, {}, {}, steps=13)
-    with pytest.raises(ValueError, match="must have another dataset to prepare it"):
-        audit.replay(lambda data: (trainer, data, None), {}, {})
-    with pytest.raises(ValueError, match="must return the trainer, the data and the"):
-        audit.replay(lambda _: trainer, {}, data(), index=EXAMPLE, neighbour=data(2.0))
-    with pytest.raises(ValueError, match="trainer must be a DPTrainer, or a function"):
-        audit.replay("trainer", {}, {})
 
 
 @pytest.mark.parametrize(
@@ -442,10 +439,14 @@ def _clipped_mean(batch, mask):
     return jax.tree.map(lambda x: 8 * 0.1 * x / norm, grads)
 
 
+def _multiplied(batch, mask, factor):
+    sums = jax.tree.map(to_float, _sum(batch, mask), is_leaf=is_grid)
+    return jax.tree.map(lambda x: factor * x, sums)
+
+
 def _per_drawn(batch, mask):
     """For batches of 4 on average; the sum of 8 is smaller."""
-    sums = jax.tree.map(to_float, _sum(batch, mask), is_leaf=is_grid)
-    return jax.tree.map(lambda x: x * (4 / max((~mask).sum(), 1)), sums)
+    return _multiplied(batch, mask, 4 / max((~mask).sum(), 1))
 
 
 def _in_float32(batch, mask):
@@ -458,6 +459,7 @@ def _in_float32(batch, mask):
     [
         (_sum, False, False),
         (_in_float32, False, False),
+        (lambda batch, mask: _multiplied(batch, mask, 0.1), False, False),
         (lambda batch, mask: _sum(batch, ~mask), False, True),
         (lambda batch, mask: _sum(batch, np.zeros(8, bool)), True, True),
         (_centred, True, True),
@@ -475,12 +477,6 @@ def test_sums_of_a_loop_are_compared(sum_of_batch, is_large, reads_padding):
     assert ("FALSE" in str(found)) == (not found.passed)
     assert found.passed or found.largest_change > 0.9
     assert ("clipping was not tested" in str(found)) == (found.largest_change < 0.5)
-
-
-def test_sums_of_examples_that_are_not_clipped_say_so():
-    small = jax.tree.map(lambda x: 1e-3 * x, ROWS)
-    found = audit.sums(_sum, small, sensitivity=10 * GRAD_FN.sensitivity())
-    assert "clipping was not tested" in str(found)
 
 
 def test_sums_need_a_few_examples():

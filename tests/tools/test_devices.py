@@ -26,27 +26,19 @@ def report(*rows):
     return DeviceReport("A chip", "npu", 64, tuple({**default, **given}.values()))
 
 
-@pytest.fixture(scope="module")
-def measured():
-    return measure_dtypes(size=16)
-
-
-@pytest.mark.slow
-def test_cpus_run_all_products_and_add_in_float32(measured):
+def test_cpus_run_all_products_and_add_in_float32():
+    measured = measure_dtypes(size=16)
     assert [row.name for row in measured.rows] == list(KINDS)
     assert (measured.size, measured.platform) == (16, "cpu")
-    assert all(row.operations_per_second for row in measured.rows)
-    assert all(row.adds_in_float32 for row in measured.rows)
     assert measured.rows[0].time_ratio == 1
     # The first three are "float32", "float32 by default" and "tf32".
     assert [row.verdict for row in measured.rows[:3]] == ["float32"] * 3
-
-
-@pytest.mark.parametrize("name", [x for x in KINDS if KINDS[x].dtype != "float32"])
-def test_rounding_errors_are_those_of_the_dtype(name, measured):
-    (row,) = (row for row in measured.rows if row.name == name)
-    eps = float(jnp.finfo(KINDS[name].dtype).eps)
-    assert eps / 32 < row.rounding_error <= 2 * eps
+    for row in measured.rows:
+        assert row.operations_per_second
+        assert row.adds_in_float32
+        dtype = KINDS[row.name].dtype
+        eps = float(jnp.finfo(dtype).eps)
+        assert dtype == "float32" or eps / 32 < row.rounding_error <= 2 * eps
 
 
 def test_programs_run_on_the_default_device():
@@ -85,7 +77,6 @@ class _Overflowing(Kind):
 @pytest.mark.parametrize(
     ("kind", "is_wide"),
     [
-        (_Narrow("bfloat16", "bfloat16", "bfloat16"), False),
         (_Narrow("float16", "float16", "float32"), False),
         (_Overflowing("x", "float32", "float32"), False),
         (_Rounded("tf32", "float32", "float32"), True),
@@ -125,11 +116,6 @@ def test_a_dtype_that_does_not_run_is_named_with_its_exception(monkeypatch):
     assert float32.verdict == "float32"
     assert float16 == Row("float16", "RuntimeError: no float16 here")
     assert float16.verdict == "unavailable"
-
-
-def test_what_cannot_be_measured_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="size must be an integer"):
-        measure_dtypes(size=0)
     monkeypatch.setattr(devices, "KINDS", (_Missing(*KINDS["float32"]),))
     with pytest.raises(ValueError, match="products of float32 must run on the device"):
         measure_dtypes(size=8)
@@ -168,15 +154,3 @@ def test_the_policy_is_the_first_whose_products_are_faster_and_sound(rows, polic
     assert found.policy == policy
     assert f'from_name("{policy}")' in found.advice[0]
     assert Policy.from_name(policy)
-
-
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        (missing("bfloat16"), "bfloat16: products do not run here (TypeError: no such"),
-        (ran("tf32", adds_in_float32=False), "narrower than float32: tf32."),
-    ],
-)
-def test_advice_follows_from_the_measurements(row, text):
-    assert text in " ".join(report(row).advice)
-    assert text not in " ".join(report().advice)

@@ -7,7 +7,7 @@ from ledgers import MECHANISM, charged, file_of
 
 from dpmp.__main__ import main
 from dpmp.mechanism import guarantee_of, guarantee_of_stages
-from dpmp.runs._ledger import Ledger, write_charge_file
+from dpmp.runs._ledger import Ledger
 
 WIDER = dataclasses.replace(MECHANISM, noise_multiplier=30.0)
 
@@ -46,17 +46,6 @@ def report(run):
     return lambda *args: json.loads(run(*args, "--json"))
 
 
-@pytest.fixture
-def refusal(capsys):
-    def refusal_of(*args):
-        with pytest.raises(SystemExit) as error:
-            main(["ledger", *map(str, args)])
-        assert error.value.code == 2
-        return capsys.readouterr().err
-
-    return refusal_of
-
-
 def test_the_epsilon_of_a_directory_is_reported(tmp_path, run, report):
     write(tmp_path, released(0, 30), released(30, 50), released(0, 30, run="b"))
     result = report(tmp_path)
@@ -70,9 +59,7 @@ def test_the_epsilon_of_a_directory_is_reported(tmp_path, run, report):
     steps |= {"cycle_length": 1, "number": 80}
     assert row["steps"] == [steps]
     assert (row["directory"], row["epsilon"]) == (str(tmp_path), expected.epsilon)
-    assert row["first_time"].endswith("+00:00")
     text = run(tmp_path)
-    assert "80 steps with noise multiplier 20 and sampling probability 1;" in text
     printed = float(text.split("Together: epsilon ")[1].split()[0])
     assert 0 <= printed - expected.epsilon < 1e-3
     assert "without a checkpoint" not in text
@@ -141,19 +128,10 @@ def test_directories_compose_and_copies_count_once(tmp_path, report):
     }
 
 
-def test_charges_that_other_processes_left_count(tmp_path, report):
-    write_charge_file(tmp_path, charged(0, 30))
-    names = {*tmp_path.iterdir()}
-    assert report(tmp_path)["epsilon"] == MECHANISM.guarantee(30).epsilon
-    assert {*tmp_path.iterdir()} == names
-
-
 def test_without_privacy_epsilon_is_infinite(tmp_path, run, report):
     write(tmp_path, released(0, 3, mechanism=MECHANISM.without_privacy()))
     assert report(tmp_path)["epsilon"] is None
-    text = run(tmp_path)
-    assert "3 steps with noise multiplier 0" in text
-    assert "Together: epsilon inf " in text
+    assert "Together: epsilon inf " in run(tmp_path)
 
 
 def test_an_incomplete_record_is_reported_and_stays(tmp_path, run, report):
@@ -169,14 +147,14 @@ def test_an_incomplete_record_is_reported_and_stays(tmp_path, run, report):
 
 
 def test_a_directory_without_a_readable_ledger_is_refused(tmp_path, refusal):
-    assert "reason='there is none; before its first release a run" in refusal(tmp_path)
+    assert "before its first release a run has none" in refusal("ledger", tmp_path)
     write(tmp_path, released(0, 30), released(30, 40))
     file = file_of(tmp_path)
     file.write_bytes(file.read_bytes().replace(b'"start": 30', b'"start": 39'))
-    assert "ledger.jsonl, line 2" in refusal(tmp_path)
+    assert "ledger.jsonl, line 2" in refusal("ledger", tmp_path)
     file.unlink()
     file.mkdir()
-    assert "must have a ledger that can be read" in refusal(tmp_path)
+    assert "must have a ledger that can be read" in refusal("ledger", tmp_path)
 
 
 def test_a_ledger_that_is_older_than_a_checkpoint_is_refused(tmp_path, run, refusal):
@@ -190,10 +168,10 @@ def test_a_ledger_that_is_older_than_a_checkpoint_is_refused(tmp_path, run, refu
     first = whole.partition(b"\n")[0]
     (checkpoint / "ledger.jsonl").write_bytes(first)
     assert "epsilon" in run(directory)
-    assert "a checkpoint has a copy of the ledger" in refusal(checkpoint)
+    assert "a checkpoint has a copy of the ledger" in refusal("ledger", checkpoint)
     for older in (first, b""):
         (directory / "ledger.jsonl").write_bytes(older)
-        assert "must be as new as the checkpoints" in refusal(directory)
+        assert "must be as new as the checkpoints" in refusal("ledger", directory)
 
 
 def test_a_delta_must_be_given_where_there_is_not_one(tmp_path, report, refusal):
@@ -202,8 +180,8 @@ def test_a_delta_must_be_given_where_there_is_not_one(tmp_path, report, refusal)
         if deltas is None:
             assert report(tmp_path)["delta"] == delta
         else:
-            assert f"deltas={deltas}" in refusal(tmp_path)
-    assert "delta must be in" in refusal(tmp_path, "--delta", "2")
+            assert f"deltas={deltas}" in refusal("ledger", tmp_path)
+    assert "delta must be in" in refusal("ledger", tmp_path, "--delta", "2")
 
 
 def test_runs_with_different_neighbours_are_refused(tmp_path, refusal):
@@ -211,4 +189,4 @@ def test_runs_with_different_neighbours_are_refused(tmp_path, refusal):
     other = dataclasses.replace(MECHANISM, neighboring_relation=relation)
     one = write(tmp_path / "one", released(0, 30))
     two = write(tmp_path / "two", released(0, 30, run="b", mechanism=other))
-    assert "one neighbouring relation" in refusal(one, two)
+    assert "one neighbouring relation" in refusal("ledger", one, two)

@@ -27,22 +27,21 @@ def test_losses_bound_epsilon_from_below():
     assert 5 <= np.sum(np.greater(bounds, 1.0)) <= 50
 
 
-@pytest.mark.parametrize("epsilon", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("epsilon", [0.5, 4.0])
 def test_the_bound_of_many_canaries_is_close_to_epsilon(epsilon):
     is_in, losses = coins_and_losses(8000, epsilon, 0)
     found = audit.memorization(losses, is_in, delta=1e-6, confidence=0.95)
     assert 0.8 * epsilon < found.epsilon < epsilon
 
 
-@pytest.mark.parametrize("delta", [1e-5, 1e-3])
-def test_the_bound_is_the_one_of_jax_privacy(delta):
+def test_the_bound_is_the_one_of_jax_privacy():
     auditing = pytest.importorskip("jax_privacy.auditing")
     is_in, losses = coins_and_losses(400, 3.0, 0)
     right = np.sum(is_in[np.argsort(losses)[:100]])
     theirs = auditing.CanaryScoreAuditor(-losses[is_in], -losses[~is_in])
     threshold = auditing.Explicit(float(-np.sort(losses)[99]))
-    expected = theirs.epsilon_one_run(0.05, delta, threshold_strategy=threshold)
-    found = _memorization._lower_bound(400, 100, right, delta=delta, level=0.05)
+    expected = theirs.epsilon_one_run(0.05, 1e-3, threshold_strategy=threshold)
+    found = _memorization._lower_bound(400, 100, right, delta=1e-3, level=0.05)
     assert found == pytest.approx(expected, abs=1e-5)
     assert found > 1
 
@@ -107,8 +106,5 @@ def test_arguments_of_memorization_are_checked(wrong, message):
     good = {"losses": np.zeros(100), "is_in": np.arange(100) < 50, "delta": 1e-5}
     with pytest.raises(ValueError, match=message):
         audit.memorization(**(good | wrong))
-
-
-def test_few_canaries_are_refused():
     with pytest.raises(ValueError, match="at least 32 canaries"):
         audit.memorization(np.zeros(31), np.arange(31) < 15, delta=0)

@@ -231,19 +231,9 @@ def test_a_transformer_with_float32_softmax_and_norms_raises_no_alarm():
     assert not _kinds(model.loss, params, tokens) & _ALARMS
 
 
-def test_autocast_leaves_no_alarm():
-    def fun(w, x):
-        return jnp.mean(jax.nn.softmax(jnp.tanh(x @ x.T)) ** 2) * jnp.var(w)
-
-    assert _kinds(fun, _W, _X) & _ALARMS
-    cast = dpmp.autocast(fun)
-    assert not _kinds(cast, _W, _X, policy="float32")
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0**15])
-def test_shares_are_those_of_numpy(scale):
+def test_shares_are_those_of_numpy():
     # The gradient is a constant, since the policy rounds inputs.
-    grad = np.float32([*2.0 ** -np.linspace(20, 60, 81), 0, 0])
+    grad, scale = np.float32([*2.0 ** -np.linspace(20, 60, 81), 0, 0]), 2.0**15
 
     def loss(w):
         return jnp.sum(w.astype(jnp.float32) * grad)
@@ -257,9 +247,7 @@ def test_shares_are_those_of_numpy(scale):
     tiny = np.finfo(np.float16).smallest_normal
     assert total.subnormal == np.mean((rounded != 0) & (rounded < tiny))
     assert total.overflow == 0
-    text = " ".join(str(report).split())
-    assert f"Underflow: {total.lost:.2%}" in text
-    assert "the data must be public or synthetic" in text
+    assert f"Underflow: {total.lost:.2%}" in str(report)
 
 
 def test_an_overflow_of_the_gradient_is_told():
@@ -277,15 +265,6 @@ _MODEL = models.MLP
 def _compare(fun, **options):
     args = _MODEL.init(jnp.float32), _MODEL.make_batch(0, 8)
     return precision_report(fun, *args, **options).comparison
-
-
-def test_the_policy_float32_changes_nothing():
-    comparison = _compare(_MODEL.loss, policy="float32")
-    assert comparison.loss == comparison.float32_loss
-    assert comparison.relative_difference == 0
-    for x in (comparison.total, *comparison.parameters):
-        assert x.cosine == pytest.approx(1.0, abs=1e-12)
-        assert x.norm_ratio == 1.0
 
 
 def _flat(tree):
@@ -315,6 +294,10 @@ def test_autocast_is_compared_with_what_it_casts():
         for reference in (cast, None)
     )
     assert with_itself.loss == with_itself.float32_loss != with_float32.float32_loss
+    assert with_itself.relative_difference == 0
+    for x in (with_itself.total, *with_itself.parameters):
+        assert x.cosine == pytest.approx(1.0, abs=1e-12)
+        assert x.norm_ratio == 1.0
     assert 0.99 < with_float32.total.cosine < 1 - 1e-7
 
 
@@ -329,12 +312,6 @@ def test_a_function_that_is_no_loss_is_looked_at_alone():
     assert kinds == {"exponential", "normalisation"}
 
 
-def test_lines_of_the_caller_are_not_those_of_the_function():
-    # Nothing of the caller's is in the program: jax's own function is all there is.
-    (finding,) = precision_report(jax.numpy.exp, _X, differentiate=False).findings
-    assert __file__ not in finding.source
-
-
 def _max(w, x):
     return jnp.max(w * x)
 
@@ -344,10 +321,12 @@ def _max(w, x):
     [
         (lambda w, x: x * w, jnp.ones(3), r"scalar float loss.*differentiate="),
         (_max, jnp.arange(3), "leaf of argument 0 must be a real"),
+        # In float32 too.
+        (lambda w, x: jnp.sum(w @ x), jnp.ones((3, 4)), "dot_general"),
     ],
 )
 def test_what_has_no_gradient_is_refused(fun, w, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         precision_report(fun, w, jnp.ones(3))
 
 
@@ -376,11 +355,6 @@ def test_a_clash_of_dtypes_is_reported_with_its_line(fun, message, differentiate
     assert file == __file__
     assert "# " in linecache.getline(file, int(line))
     assert "dpmp.autocast(fun)" in str(report)
-
-
-def test_an_error_that_float32_has_too_is_raised():
-    with pytest.raises(TypeError, match="dot_general"):
-        precision_report(lambda w, x: jnp.sum(w @ x), jnp.ones((3, 4)), jnp.ones(5))
 
 
 def test_a_policy_whose_layers_take_turns_has_a_report():

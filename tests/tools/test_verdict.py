@@ -48,6 +48,10 @@ def _verdict(loss, policy="mixed_bfloat16", x=_X, params=_PARAMS, **options):
     return verdict
 
 
+def _with(**fields):
+    return dataclasses.replace(_MECHANISM, **fields)
+
+
 def test_a_gradient_that_hardly_changes_is_safe():
     verdict = _verdict(_plain)
     assert verdict.is_safe
@@ -85,13 +89,9 @@ def test_a_loss_that_leaves_the_range_is_not_safe():
     def tiny(params, x):
         return 1e-7 * _plain(params, x)
 
-    large = dataclasses.replace(_MECHANISM, l2_clip_norm=1e-9)
-    given = _GIVEN | {"mechanism": large, "policies": ["mixed_float16"]}
-    (verdict,) = compare_policies(tiny, _PARAMS, _X, **given)
-    assert not verdict.is_safe
-    assert "no" in str(verdict)
-    (verdict,) = compare_policies(tiny, _PARAMS, _X, **given, loss_scale=2.0**14)
-    assert verdict.is_safe
+    given = {"policy": "mixed_float16", "mechanism": _with(l2_clip_norm=1e-9)}
+    assert not _verdict(tiny, **given).is_safe
+    assert _verdict(tiny, **given, loss_scale=2.0**14).is_safe
 
 
 @pytest.mark.slow
@@ -113,11 +113,9 @@ def test_errors_that_begin_when_parameters_have_moved_are_found():
 
 @pytest.mark.slow
 def test_with_enough_noise_an_error_does_not_matter():
-    noisy = dataclasses.replace(_MECHANISM, noise_multiplier=100.0)
-    before, after = (_verdict(_offset, mechanism=x) for x in (_MECHANISM, noisy))
-    assert before.float32_paths
-    assert after.float32_paths == ()
-    assert after.is_safe
+    verdict = _verdict(_offset, mechanism=_with(noise_multiplier=100.0))
+    assert verdict.float32_paths == ()
+    assert verdict.is_safe
 
 
 def test_the_numbers_do_not_depend_on_the_size_of_the_batch():
@@ -126,30 +124,22 @@ def test_the_numbers_do_not_depend_on_the_size_of_the_batch():
         assert getattr(some, name) == pytest.approx(getattr(more, name), rel=1e-3)
 
 
-def test_metrics_and_adaptive_clip_norms_are_left_out():
-    mechanism = dataclasses.replace(
-        _MECHANISM, l2_clip_norm=dpmp.AdaptiveClipNorm(initial=1.0)
-    )
-    assert _verdict(_plain, mechanism=mechanism).is_safe
+_UNSET = {"sampling_prob": None, "truncated_batch_size": None}
+_INVERSE = dpmp.strategies.banded_inverse(2, iterations=50, steps_per_epoch=10)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_examples": 20, "expected_batch_size": 2},
-        {
-            "strategy": dpmp.strategies.banded_inverse(
-                2, iterations=50, steps_per_epoch=10
-            )
-        },
+        {"l2_clip_norm": dpmp.AdaptiveClipNorm(initial=1.0)},
+        # The batch may have any number of rows.
+        {"num_examples": 20, "expected_batch_size": 2, **_UNSET},
+        {"strategy": _INVERSE, **_UNSET},
     ],
-    ids=["few examples", "strategy"],
+    ids=["adaptive", "few examples", "strategy"],
 )
-def test_the_batch_may_have_any_number_of_rows(options):
-    mechanism = dataclasses.replace(
-        _MECHANISM, sampling_prob=None, truncated_batch_size=None, **options
-    )
-    assert _verdict(_plain, mechanism=mechanism).is_safe
+def test_mechanisms_of_every_kind_have_a_verdict(options):
+    assert _verdict(_plain, mechanism=_with(**options)).is_safe
 
 
 def test_a_loss_that_clashes_with_some_paths_has_a_verdict():
@@ -168,17 +158,13 @@ def test_a_loss_that_clashes_with_some_paths_has_a_verdict():
         ({"policies": "float8"}, "policies must be a list"),
         ({"policies": ["float9"]}, "policy"),
         ({"optimizer": optax.sgd}, "optimizer must be a GradientTransformation"),
+        ({"x": np.full_like(_X, np.nan)}, r"finite and not zero; got norm=0\.0"),
     ],
 )
 def test_wrong_arguments_are_refused(options, message):
+    given = {"x": _X, **_GIVEN, **options}
     with pytest.raises(ValueError, match=message):
-        compare_policies(_plain, _PARAMS, _X, **_GIVEN | options)
-
-
-def test_data_without_a_finite_gradient_have_no_verdict():
-    x = np.full_like(_X, np.nan)
-    with pytest.raises(ValueError, match=r"finite and not zero; got norm=0\.0"):
-        _verdict(_plain, x=x)
+        compare_policies(_plain, _PARAMS, given.pop("x"), **given)
 
 
 @pytest.mark.parametrize("widens", [False, True])
