@@ -1,16 +1,15 @@
 """That an adapted function is the function of the merged parameters."""
 
 import re
-import types
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from lora.subjects import KEY, SUBJECTS, adapters_of, new_adapters, normal
 from models import libraries as framework_models
+from small_runs import fit, new_trainer
 
 import dpmp
 from dpmp import lora
@@ -101,7 +100,6 @@ def test_no_gradient_is_as_large_as_the_target():
 @pytest.mark.parametrize(
     ("model", "targets", "least"),
     [
-        pytest.param("linen_gpt2", "Dense_./kernel", 4, marks=pytest.mark.slow),
         ("nnx_gemma", "kernel$", 5),
         ("haiku_transformer", "linear.*/w$", 2),
     ],
@@ -129,8 +127,11 @@ def test_models_of_libraries(model, targets, least):
     assert abs(given - unchanged) > 1e-3
 
 
-def in_bfloat16(params):
-    return jax.tree.map(lambda x: jax.device_put(np.asarray(x, jnp.bfloat16)), params)
+def half_decoder():
+    """The decoder, with parameters in bfloat16."""
+    subject = SUBJECTS["decoder"]()
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), subject.params)
+    return subject._replace(params=params)
 
 
 def dtypes_of(tree):
@@ -138,7 +139,7 @@ def dtypes_of(tree):
 
 
 def test_a_frozen_base_stays_in_bfloat16():
-    subject = SUBJECTS["decoder"]()
+    subject = half_decoder()
 
     @jax.jit
     def compared(params, adapters):
@@ -147,75 +148,45 @@ def test_a_frozen_base_stays_in_bfloat16():
         expected = subject.loss_fn(merged, subject.batch)
         return jax.value_and_grad(adapted)(adapters, subject.batch), merged, expected
 
-    half, adapters = in_bfloat16(subject.params), adapters_of("decoder")
-    (value, grads), merged, expected = compared(half, adapters)
+    adapters = adapters_of("decoder")
+    (value, grads), merged, expected = compared(subject.params, adapters)
     assert value.dtype == jnp.bfloat16
     assert dtypes_of(adapters) == dtypes_of(grads) == {"float32"}
     assert dtypes_of(merged) == {"bfloat16"}
     np.testing.assert_allclose(float(value), float(expected), rtol=0.05)
 
 
-DATA = np.random.default_rng(0).integers(11, size=(64, 5)).astype(np.int32)
-
-
-@pytest.fixture(scope="module")
-def run():
-    """A decoder in bfloat16, adapters of it, and a trainer of adapters."""
-    subject = SUBJECTS["decoder"]()
-    subject = subject._replace(params=in_bfloat16(subject.params))
-    mechanism = dpmp.DPSGD(
-        num_examples=64,
-        expected_batch_size=8,
-        iterations=4,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
+def test_a_run_trains_adapters_and_nothing_else_and_can_be_resumed(tmp_path):
+    subject, data = half_decoder(), np.arange(64 * 5, dtype=np.int32).reshape(64, 5)
+    trainer = new_trainer(
+        loss_fn=lambda adapters, batch: lora.apply(subject.loss_fn, subject.params)(
+            adapters, batch[0] % 11
+        ),
+        policy="mixed_bfloat16",
+        prng_key=KEY,
         method="book_keeping",
     )
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=lambda adapters, batch: lora.apply(subject.loss_fn, subject.params)(
-            adapters, batch[0]
-        ),
-        optimizer=optax.sgd(0.1),
-        policy="mixed_bfloat16",
-        prng_key=jax.random.key(1),
-    )
-    adapters = new_adapters("decoder").for_base(subject.params)
+    initial = new_adapters("decoder").for_base(subject.params)
     frozen = jax.tree.map(np.array, subject.params)
-    trained = trainer.fit(trainer.init(adapters), DATA, progress=False)
+    trained = fit(trainer, state=trainer.init(initial), data=data).params
     jax.tree.map(np.testing.assert_array_equal, subject.params, frozen)
-    return types.SimpleNamespace(
-        subject=subject, adapters=adapters, trainer=trainer, trained=trained
-    )
+    lora.check_trained(trained, initial=initial, params=subject.params)
 
-
-@pytest.mark.slow
-def test_the_trainer_trains_adapters_and_nothing_else(run):
-    lora.check_trained(
-        run.trained.params, initial=run.adapters, params=run.subject.params
-    )
-
-
-def test_the_frozen_arrays_are_an_argument_of_the_step(run):
-    shape = (run.trainer.mechanism.padded_batch_size, 5)
-    state = run.trainer.init(run.adapters)
-    lowered = run.trainer.lower(state, jax.ShapeDtypeStruct(shape, jnp.int32))
-    for array in jax.tree.leaves(run.subject.params):
-        dims = "x".join(map(str, array.shape))
-        assert not re.search(
-            rf"stablehlo\.constant.*tensor<{dims}xbf16>", lowered.as_text()
-        )
-    assert "tensor<11x12xbf16>" in lowered.as_text()  # the embedding, as an argument
-
-
-def test_a_run_of_adapters_is_saved_and_resumed(run, tmp_path):
-    options = {"progress": False, "checkpoint_dir": tmp_path, "every": 1}
-    run.trainer.fit(run.trainer.init(run.adapters), DATA, stop_at=2, **options)
-    state = run.trainer.init_or_restore(run.adapters, tmp_path)
+    fit(trainer, tmp_path, state=trainer.init(initial), data=data, stop_at=2)
+    state = trainer.init_or_restore(initial, tmp_path)
     assert state.step == 2
-    state = run.trainer.fit(state, DATA, **options)
-    jax.tree.map(np.testing.assert_array_equal, state.params, run.trained.params)
-    assert jax.tree.structure(state.params) == jax.tree.structure(run.adapters)
+    state = fit(trainer, tmp_path, state=state, data=data)
+    jax.tree.map(np.testing.assert_array_equal, state.params, trained)
+    assert jax.tree.structure(state.params) == jax.tree.structure(initial)
+
+    # The frozen arrays are arguments of the step.
+    shape = (trainer.mechanism.padded_batch_size, 5)
+    batch = jax.ShapeDtypeStruct(shape, jnp.int32)
+    program = trainer.lower(trainer.init(initial), batch).as_text()
+    for array in jax.tree.leaves(subject.params):
+        dims = "x".join(map(str, array.shape))
+        assert not re.search(rf"stablehlo\.constant.*tensor<{dims}xbf16>", program)
+    assert "tensor<11x12xbf16>" in program  # the embedding
 
 
 def test_the_scale_is_alpha_over_the_rank():

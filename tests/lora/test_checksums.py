@@ -5,10 +5,8 @@ import pytest
 
 from dpmp.lora._fingerprint import checksum, fingerprint
 
-DTYPES = ["float32", "bfloat16", "float16", "int32", "int8", "bool", "uint32"]
 
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 def test_a_checksum_sees_every_single_change(dtype):
     x = (100 * np.random.default_rng(0).normal(size=(3, 5))).astype(jnp.dtype(dtype))
     sums = {int(checksum(jnp.asarray(x)))}
@@ -19,7 +17,7 @@ def test_a_checksum_sees_every_single_change(dtype):
     assert len(sums) == x.size + 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 def test_a_checksum_sees_another_order_and_a_multiplied_array(dtype):
     x = np.arange(1, 65).astype(jnp.dtype(dtype))
     others = (x[::-1], *((x * n).astype(x.dtype) for n in (-1, 2, 0.25)))

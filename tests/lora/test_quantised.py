@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lora.subjects import trained
+from small_runs import fit, new_trainer
 
-import dpmp
 from dpmp import lora
 
 with warnings.catch_warnings(action="ignore"):  # of what qwix imports
@@ -16,7 +17,7 @@ with warnings.catch_warnings(action="ignore"):  # of what qwix imports
 
 LAYERS, WIDTH, VOCABULARY = 3, 64, 40
 KEY = jax.random.key(0)
-KINDS = ["int8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int4", "nf4"))]
+KINDS = ["int8", pytest.param("nf4", marks=pytest.mark.slow)]
 
 
 def new_params(dtype, num_layers=LAYERS, width=WIDTH):
@@ -61,22 +62,13 @@ def loss_fn(params, tokens):
     return jnp.mean(losses(logits[..., :-1, :].astype(jnp.float32), tokens[..., 1:]))
 
 
-def moved(adapters):
-    """Adapters that change something."""
-    leaves, treedef = jax.tree.flatten(adapters)
-    rng = np.random.default_rng(1)
-    return treedef.unflatten(
-        x + rng.normal(0, 0.1, x.shape).astype(np.float32) for x in leaves
-    )
-
-
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (16, 12)).astype(np.int32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_adapted_function_is_that_of_the_merged_model(kind):
     params = quantised(new_params(jnp.float32), kind)
-    adapters = moved(lora.init(KEY, params, 2, "layers|head/kernel"))
+    adapters = trained(lora.init(KEY, params, 2, "layers|head/kernel"))
     assert {*adapters.factors} == {"layers/up", "layers/down", "head/kernel"}
     merged = lora.merge(params, adapters)
     assert {x.dtype.name for x in jax.tree.leaves(merged)} == {"float32"}
@@ -95,7 +87,7 @@ def test_the_adapted_function_is_that_of_the_merged_model(kind):
 @pytest.mark.slow
 def test_merging_in_float32_adds_the_whole_change():
     packed = quantised(new_params(jnp.bfloat16), "int8")
-    adapters = moved(lora.init(KEY, packed, 2, "layers"))
+    adapters = trained(lora.init(KEY, packed, 2, "layers"))
     unchanged = jax.tree.map(jnp.zeros_like, adapters)
     base = lora.merge(packed, unchanged)["layers"]["up"]
     merged = lora.merge(packed, adapters, dtype=jnp.float32)
@@ -108,21 +100,12 @@ def test_merging_in_float32_adds_the_whole_change():
 
 
 def trainer_of(params, **fields):
-    mechanism = dpmp.DPSGD(
-        num_examples=len(TOKENS),
-        expected_batch_size=8,
-        truncated_batch_size=8,
-        iterations=2,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
-        **fields,
-    )
-    return dpmp.DPTrainer(
-        mechanism=mechanism,
+    sizes = {"num_examples": len(TOKENS), "expected_batch_size": 8, "iterations": 2}
+    return new_trainer(
         loss_fn=lora.apply(loss_fn, params),
-        optimizer=optax.sgd(0.1),
-        policy="float32",
-        prng_key=jax.random.key(1),
+        prng_key=KEY,
+        truncated_batch_size=8,
+        **sizes | fields,
     )
 
 
@@ -130,13 +113,13 @@ def trainer_of(params, **fields):
 def test_steps_are_those_of_the_dequantised_model():
     """The trainer unpacks matrices again in the backward pass."""
     packed = quantised(new_params(jnp.float32), "nf4")
-    adapters = moved(lora.init(KEY, packed, 2, "layers"))
+    adapters = trained(lora.init(KEY, packed, 2, "layers"))
     dense = lora.merge(packed, jax.tree.map(jnp.zeros_like, adapters))
     results = []
     for params in (packed, dense):
         trainer = trainer_of(params, method="book_keeping")
         state = trainer.init(adapters.for_base(params))
-        state = trainer.fit(state, TOKENS, progress=False)
+        state = fit(trainer, state=state, data=TOKENS)
         results.append(jax.tree.leaves(state.params))
     for x, y in zip(*results, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
@@ -184,7 +167,7 @@ def test_any_node_that_dequantises_is_an_array():
     params["layers"] = jax.tree.map(
         lambda x: Halves(jnp.round(8 * x).astype(jnp.int8)), params["layers"]
     )
-    adapters = moved(lora.init(KEY, params, 2, "layers"))
+    adapters = trained(lora.init(KEY, params, 2, "layers"))
     given = lora.apply(loss_fn, params)(adapters, TOKENS)
     merged = loss_fn(lora.merge(params, adapters), TOKENS)
     np.testing.assert_allclose(given, merged, rtol=1e-5)
@@ -202,7 +185,7 @@ def test_layers_that_share_scales_are_refused():
 def test_names_and_files_are_those_of_the_dense_model(tmp_path):
     packed = quantised(new_params(jnp.float32), "int8")
     initial = lora.init(KEY, packed, 2, ["layers/up"])
-    adapters = moved(initial)
+    adapters = trained(initial)
     lora.save(tmp_path, adapters, packed, initial=initial)
     loaded = lora.load(tmp_path, packed)
     for x, y in zip(*map(jax.tree.leaves, (loaded, adapters)), strict=True):
