@@ -64,12 +64,11 @@ def test_a_product_is_that_of_rounded_operands(dtype):
     cast = jax.jit(autocast(jnp.matmul, policy))
     np.testing.assert_array_equal(cast(_X, _W), jax.jit(product)(_X, _W))
 
-
-def test_casts_of_the_model_stay_as_they_are():
+    # Casts of the model stay as they are.
     def fun(x):
         return (x.astype(jnp.float16) * 3).astype(jnp.float32), x.astype(jnp.int8)
 
-    both = jax.jit(lambda x: (autocast(fun)(x), fun(x)))(_X)
+    both = jax.jit(lambda x: (autocast(fun, policy)(x), fun(x)))(_X)
     jax.tree.map(np.testing.assert_array_equal, *both)
 
 
@@ -151,11 +150,7 @@ def test_functions_with_derivatives_of_their_own_run_as_they_are():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
-    [
-        ("conv", "per_example"),
-        ("transformer", "book_keeping"),
-        ("lstm", "book_keeping"),
-    ],
+    [("conv", "per_example"), ("lstm", "book_keeping")],
 )
 def test_models_of_the_zoo_train_privately(name, method):
     model = _ZOO[name]
@@ -174,5 +169,4 @@ def test_models_of_the_zoo_train_privately(name, method):
         for fun in (model.loss, loss)
     )
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(cast))
-    difference = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), wide, cast)
-    assert 0 < reference.norm(difference) <= 0.05 * reference.norm(wide)
+    assert 0 < reference.relative_distance(cast, wide) <= 0.05

@@ -61,7 +61,6 @@ def test_float64_parameters_need_64_bit_mode():
     ("wrong", "message"),
     [
         ({"param_dtype": jnp.bfloat16}, "must be float32 or wider"),
-        ({"param_dtype": jnp.float16}, "must be float32 or wider"),
         ({"param_dtype": jnp.complex64}, "param_dtype must be a float dtype"),
         ({"stochastic_rounding": True}, "bfloat16 with stochastic_rounding"),
         (
@@ -82,8 +81,6 @@ _PARAMS = {"embed": jnp.ones(2), "layers": [{"w": jnp.ones(3)}, {"w": jnp.ones(3
 @pytest.mark.parametrize(
     ("paths", "in_float32"),
     [
-        ((), set()),
-        (("embed",), {"embed"}),
         (("^embed$", r"layers/1/"), {"embed", "layers/1/w"}),
         (("w",), {"layers/0/w", "layers/1/w"}),
     ],
