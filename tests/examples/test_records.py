@@ -2,6 +2,7 @@
 
 import json
 import mailbox
+import tarfile
 
 import pytest
 import records
@@ -46,6 +47,22 @@ def test_an_unknown_character_set_stops_nothing(tmp_path):
     head = b"Subject: Hi\nContent-Type: text/plain; charset=nonsense\n\n"
     (tmp_path / "a.eml").write_bytes(head + b"caf\xe9 au lait")
     assert records.read_records(tmp_path) == ["Hi\n\ncaf\ufffd au lait"]
+
+
+def test_mails_of_an_archive_are_read_by_kind(tmp_path):
+    files = {
+        "package/data/easy-ham-1/00001.a.json": {"text": "Subject: One\n\nham"},
+        "package/data/spam-2/00001.c.json": {"text": "Subject: Three\n\nspam"},
+        "package/data/spam-2/00001.c.txt": "not a file of JSON",
+        "package/data/file_list.json": ["spam-2"],
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    with tarfile.open(tmp_path / "mails.tgz", "w:gz") as archive:
+        archive.add(tmp_path / "package", "package")
+    found = records.read_emails(tmp_path / "mails.tgz")
+    assert found == {"ham": ["One\n\nham"], "spam": ["Three\n\nspam"]}
 
 
 SECRET = "the patient is ill"

@@ -9,6 +9,7 @@ pytest.importorskip("tunix", reason="pip install '.[tunix]'")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.slow
 def test_the_example_trains_privately(monkeypatch, capsys, tmp_path):
     import tunix_sft as example
 

@@ -43,19 +43,6 @@ def test_a_text_without_tokens_has_finite_gradients(folder):
         assert np.isfinite(grad).all()
 
 
-def test_transformers_loads_what_is_saved(folder, expected, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    llm.save(tmp_path / "saved", llm.load(folder))
-    assert llm.load(tmp_path / "saved").config == llm.load(folder).config
-    model = transformers.AutoModel.from_pretrained(tmp_path / "saved")
-    tokens, is_token = (expected[x].astype(np.int64) for x in ("tokens", "is_token"))
-    inputs = {"input_ids": tokens, "attention_mask": is_token}
-    with torch.no_grad():
-        found = model(**{name: torch.from_numpy(x) for name, x in inputs.items()})
-    np.testing.assert_array_equal(found.pooler_output.numpy(), expected["pooled"])
-
-
 def test_book_keeping_has_a_rule_for_every_parameter(check_rules, folder, expected):
     model = llm.load(folder)
 

@@ -73,40 +73,35 @@ def test_targets_of_a_chat_are_the_tokens_of_the_assistant(make, add_bos_token):
     assert predicted == ["he", "n", "</s>", "t", "he", "</s>"]
 
 
-@pytest.mark.parametrize("add_bos_token", [False, True])
-def test_targets_of_a_prompt_are_its_completion_and_the_end(make, add_bos_token):
+@pytest.mark.parametrize(
+    ("prompt", "completion", "expected", "add_bos_token"),
+    [
+        ("hen in", " the 1", ["Ġthe", "Ġ", "1", "</s>"], False),
+        ("hen in", " the 1", ["Ġthe", "Ġ", "1", "</s>"], True),
+        # A token across the start of the completion belongs to it.
+        ("a t", "he", ["Ġthe", "</s>"], False),
+        # The first token of a text is never a target.
+        ("", "hen", ["n", "</s>"], False),
+    ],
+)
+def test_targets_of_a_prompt_are_its_completion_and_the_end(
+    make, prompt, completion, expected, add_bos_token
+):
     tokenizer = make(None, add_bos_token=add_bos_token)
-    value = {"prompt": "hen in", "completion": " the 1"}
+    value = {"prompt": prompt, "completion": completion}
     record = llm.parse_record(tokenizer, value)
     words, predicted = targets(tokenizer, record)
-    assert words[0] == ("<s>" if add_bos_token else "he")
-    assert predicted == ["Ġthe", "Ġ", "1", "</s>"]
-
-
-def test_a_token_across_the_start_of_a_completion_belongs_to_it(make):
-    tokenizer = make(None)
-    record = llm.parse_record(tokenizer, {"prompt": "a t", "completion": "he"})
-    assert targets(tokenizer, record)[1] == ["Ġthe", "</s>"]
+    assert (words[0] == "<s>") == add_bos_token
+    assert predicted == expected
 
 
 def test_a_record_that_is_cut_off_before_its_completion_has_no_target(make):
     tokenizer = make(SHORT)
     records = [llm.parse_record(tokenizer, x) for x in (TWO_TURNS, {"text": "hen"})]
+    assert records[1] == llm.parse_record(tokenizer, "hen") == "hen"
     batch = llm.make_batch(tokenizer, records, 6)
     assert batch["tokens"].shape == (2, 6)
     assert batch["is_target"].any(axis=1).tolist() == [False, True]
-
-
-def test_the_first_token_is_never_a_target(make):
-    tokenizer = make(None)
-    record = llm.parse_record(tokenizer, {"prompt": "", "completion": "hen"})
-    assert targets(tokenizer, record)[1] == ["n", "</s>"]
-
-
-def test_texts_are_records_of_which_every_token_counts(make):
-    tokenizer = make(None)
-    for value in ("hen", {"text": "hen"}):
-        assert llm.parse_record(tokenizer, value) == "hen"
 
 
 def test_a_folder_may_have_its_template_in_a_file_or_in_a_list(llama):

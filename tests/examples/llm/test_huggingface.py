@@ -32,10 +32,9 @@ def change_weights(folder, change):
     safetensors.numpy.save_file(arrays, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("shard_bytes", [10**9, 4000, 1])
-def test_written_weights_have_the_bits_of_those_read(folder, tmp_path, shard_bytes):
+def test_written_weights_have_the_bits_of_those_read(folder, tmp_path):
     config, params = read(folder)
-    huggingface.write(tmp_path / "new", config, params, shard_bytes=shard_bytes)
+    huggingface.write(tmp_path / "new", config, params, shard_bytes=4000)
     before, after = arrays_of(folder), arrays_of(tmp_path / "new")
     assert before.keys() == after.keys()
     for name, array in before.items():

@@ -35,15 +35,6 @@ def test_a_token_does_not_see_later_ones(folder, expected):
     assert np.abs(logits[:, 8:] - expected["logits"][:, 8:]).max() > 0.1
 
 
-def test_remat_changes_the_program(llama):
-    tokens = np.arange(20, dtype=np.int32)[None]
-    batch = {"tokens": tokens, "is_target": np.ones(tokens.shape, bool)}
-    for remat in (False, True):
-        model = llm.load(llama, remat=remat)
-        grad = jax.grad(functools.partial(llm.mean_nats, model.apply))
-        assert ("remat" in str(jax.make_jaxpr(grad)(model.params, batch))) == remat
-
-
 def test_products_are_in_the_dtype_of_the_parameters(folder, expected):
     model = llm.load(folder, dtype=jnp.bfloat16)
     dtypes = {str(x.dtype) for x in jax.tree.leaves(model.params)}
@@ -64,18 +55,19 @@ def test_book_keeping_has_a_rule_for_every_parameter(
     is_target = np.ones(expected["tokens"].shape, bool)
     batch = {"tokens": expected["tokens"], "is_target": is_target}
     check_rules(loss, model.params, batch)
+    program = str(jax.make_jaxpr(jax.grad(loss))(model.params, batch))
+    assert ("remat" in program) == remat
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_saved_model_is_the_loaded_one(folder, tmp_path, dtype):
-    model = llm.load(folder, dtype=dtype)
+def test_a_saved_model_is_the_loaded_one(folder, tmp_path):
+    model = llm.load(folder, dtype="bfloat16")
     llm.save(tmp_path / "saved", model)
-    again = llm.load(tmp_path / "saved", dtype=dtype)
+    again = llm.load(tmp_path / "saved", dtype="bfloat16")
     assert again.config == model.config
     assert again.tokenizer.digest == model.tokenizer.digest
     jax.tree.map(np.testing.assert_array_equal, model.params, again.params)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert config["torch_dtype"] == dtype
+    assert config["torch_dtype"] == "bfloat16"
 
 
 def test_transformers_loads_what_is_saved(folder, expected, tmp_path):
