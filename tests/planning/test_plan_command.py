@@ -83,9 +83,8 @@ def plan(capsys, *options):
     figures = json.loads(capsys.readouterr().out)
     if "memory" in figures:
         assert sum(figures["memory"].values()) == figures["total_memory"]
-        assert figures["trained"] ** 0.5 * figures["start"]["noise_in_mean"] == (
-            pytest.approx(figures["noise_norm"])
-        )
+        noise = figures["trained"] ** 0.5 * figures["start"]["noise_in_mean"]
+        assert figures["noise_norm"] == pytest.approx(noise)
     if program := re.search(r"Run this:\n\n((?:  .*\n|\n)*)", text):
         figures["program"] = textwrap.dedent(program[1])
     return " ".join(text.split()), figures
@@ -103,11 +102,7 @@ def new_adapters(decoder, params, rank):
 SCENARIOS = {
     "1B on 24 GB": ("--parameters 1e9 --memory 24", WITHOUT_MASTERS, 2),
     "100M on 24 GB": ("--parameters 1e8 --memory 24", FULL, 32),
-    "1B on 24 GB, few entries": (
-        "--parameters 1e9 --memory 24 --trainable 2e6",
-        LORA,
-        8,
-    ),
+    "few entries": ("--parameters 1e9 --memory 24 --trainable 2e6", LORA, 8),
     "70B on 80 GB": ("--parameters 70e9 --memory 80 --length 1024", FOUR_BITS, 0),
 }
 
@@ -178,8 +173,7 @@ def test_the_noise_is_that_of_the_mechanism(monkeypatch, capsys):
 def test_a_small_model_is_compiled_and_fits(tmp_path, capsys):
     output = tmp_path / "plan.png"
     options = "--config", LLAMA, "--memory", 0.01, "--length", 8, "--output", output
-    assert main(["plan", *TARGET, *map(str, options), "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    _, figures = plan(capsys, *options)
     assert figures["method"] == FULL
     assert figures["memory"]["master parameters"] == 4 * figures["trained"]
     assert 0 < figures["memory"]["activations"] < 0.01e9
@@ -215,14 +209,11 @@ def test_a_configuration_has_the_parameters_of_its_model(path):
     assert decoder.num_parameters - norms == sum(matrices)
 
 
-@pytest.mark.parametrize("size", [10**6, 7 * 10**10])
-def test_a_decoder_has_the_size_that_is_asked_for(size):
-    decoder = Decoder.of_size(size)
-    assert 0 <= size - decoder.num_parameters < decoder.width
-    assert decoder.heads * decoder.head_width == decoder.width
-
-
-def test_adapters_have_the_counted_entries():
+def test_a_decoder_has_the_size_that_is_asked_for():
+    for size in (10**6, 7 * 10**10):
+        decoder = Decoder.of_size(size)
+        assert 0 <= size - decoder.num_parameters < decoder.width
+        assert decoder.heads * decoder.head_width == decoder.width
     decoder = Decoder.from_config(LLAMA)
     adapters = new_adapters(decoder, zeros(decoder.shapes(jnp.float32)), rank=3)
     sizes = [x.size for x in jax.tree.leaves(adapters)]
@@ -253,12 +244,11 @@ def test_wrong_options_are_refused(options, message, config, monkeypatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [[*COMPILED][i] for i in (2, 5)])
-def test_activations_are_those_of_compiled_programs(key, config):
+@pytest.mark.parametrize("key", [[*COMPILED][2], [*COMPILED][3]])
+def test_activations_are_those_of_compiled_programs(key):
     size, *options = key
-    is_llama = size == 8_030_257_152
-    decoder = Decoder.from_config(config) if is_llama else Decoder.of_size(size)
-    assert activation_bytes(decoder, *options) == pytest.approx(COMPILED[key], rel=0.02)
+    found = activation_bytes(Decoder.of_size(size), *options)
+    assert found == pytest.approx(COMPILED[key], rel=0.02)
 
 
 @pytest.mark.slow

@@ -74,22 +74,14 @@ class _Overflowing(Kind):
         return (a @ b) * jnp.float32(jnp.inf)
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_wide"),
-    [
-        (_Narrow("float16", "float16", "float32"), False),
-        (_Overflowing("x", "float32", "float32"), False),
-        (_Rounded("tf32", "float32", "float32"), True),
-    ],
-)
-def test_narrow_sums_are_found(kind, is_wide, monkeypatch):
-    monkeypatch.setattr(devices, "_SIDE", 16)  # is enough to find them
-    assert devices.adds_in_float32(kind) == is_wide
-
-
-def test_rounded_operands_are_found():
-    error = devices.rounding_error(_Rounded("tf32", "float32", "float32"))
-    assert ran("tf32", 0.5, error).verdict == "native"
+def test_narrow_sums_and_rounded_operands_are_found(monkeypatch):
+    rounded = _Rounded("tf32", "float32", "float32")
+    assert ran("tf32", 0.5, devices.rounding_error(rounded)).verdict == "native"
+    monkeypatch.setattr(devices, "_SIDE", 16)  # is enough to find narrow sums
+    assert devices.adds_in_float32(rounded)
+    narrow = _Narrow("float16", "float16", "float32")
+    for kind in (narrow, _Overflowing("x", "float32", "float32")):
+        assert not devices.adds_in_float32(kind)
 
 
 def test_times_are_taken_in_turn_and_compared_within_rounds():
@@ -121,17 +113,11 @@ def test_a_dtype_that_does_not_run_is_named_with_its_exception(monkeypatch):
         measure_dtypes(size=8)
 
 
-@pytest.mark.parametrize(
-    ("row", "verdict"),
-    [
-        (ran("bfloat16", 0.8), "native"),
-        (ran("bfloat16", 0.81), "emulated"),
-        (ran("tf32", 0.5, rounding_error=2.0**-19), "float32"),
-        (ran("float16", 0.5, adds_in_float32=False), "imprecise"),
-    ],
-)
-def test_verdicts_follow_from_time_and_errors(row, verdict):
-    assert row.verdict == verdict
+def test_verdicts_follow_from_time_and_errors():
+    assert ran("bfloat16", 0.8).verdict == "native"
+    assert ran("bfloat16", 0.81).verdict == "emulated"
+    assert ran("tf32", 0.5, rounding_error=2.0**-19).verdict == "float32"
+    assert ran("float16", 0.5, adds_in_float32=False).verdict == "imprecise"
 
 
 FAST = [ran("bfloat16", 0.1), ran("float16", 0.1), ran("tf32", 0.2)]
