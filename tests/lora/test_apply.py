@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from lora.subjects import KEY, SUBJECTS, adapters_of, new_adapters, normal
 from models import libraries as framework_models
+from refusals import refusals
 from small_runs import fit, new_trainer
 
 import dpmp
@@ -99,10 +100,7 @@ def test_no_gradient_is_as_large_as_the_target():
 
 @pytest.mark.parametrize(
     ("model", "targets", "least"),
-    [
-        ("nnx_gemma", "kernel$", 5),
-        ("haiku_transformer", "linear.*/w$", 2),
-    ],
+    [("nnx_gemma", "kernel$", 5), ("haiku_transformer", "linear.*/w$", 2)],
 )
 @jax.numpy_dtype_promotion("standard")
 def test_models_of_libraries(model, targets, least):
@@ -189,15 +187,6 @@ def test_a_run_trains_adapters_and_nothing_else_and_can_be_resumed(tmp_path):
     assert "tensor<11x12xbf16>" in program  # the embedding
 
 
-def test_the_scale_is_alpha_over_the_rank():
-    params = {"w": np.ones((2, 3), np.float32)}
-    adapters = lora.init(KEY, params, 4, "w", alpha=2.0)
-    adapters = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), adapters)
-    adapted = jax.jit(lora.apply(lambda p, x: x @ p["w"], params))
-    given = adapted(adapters, np.ones(2, np.float32))
-    np.testing.assert_allclose(given, 2.0 + 0.5 * 2.0 * 4.0)
-
-
 def convolved(params, x):
     return jnp.sum(
         jax.lax.conv_general_dilated(
@@ -245,14 +234,6 @@ def test_other_uses_of_a_target_are_refused(fun, message):
         assert "example_args" not in str(caught.value)
 
 
-def test_a_loss_of_parameters_is_not_given_adapters():
-    params, x = {"w": normal(0, 12, 12)}, normal(1, 5, 12)
-    with pytest.raises(
-        TypeError, match=r"must be dpmp\.lora\.apply\(loss_fn, params\)"
-    ):
-        REFUSED["is added"][0](lora.init(KEY, params, 2, "w"), x)
-
-
 def test_a_refusal_names_the_line_of_the_model():
     params, x = {"w": normal(0, 12, 12)}, normal(1, 5, 12)
     refused, _ = REFUSED["is added"]
@@ -262,37 +243,37 @@ def test_a_refusal_names_the_line_of_the_model():
             lora.init(KEY, params, 2, "w", fun=fun, example_args=(x,))
 
 
-def test_an_unused_target_is_refused_by_apply():
+def test_adapters_that_do_not_fit_are_refused():
     params, x = {"w": normal(0, 12, 12), "v": normal(0, 12, 12)}, normal(1, 5, 12)
-    adapted = lora.apply(lambda p, x: jnp.sum(x @ p["w"]), params)
+    adapters = lora.init(KEY, params, 2, ".")
     with pytest.raises(ValueError, match=r"never learns; got unused=\['v'\]"):
-        adapted(lora.init(KEY, params, 2, "."), x)
-
-
-def test_axes_that_do_not_fit_the_program_are_refused():
+        lora.apply(lambda p, x: jnp.sum(x @ p["w"]), params)(adapters, x)
+    with pytest.raises(TypeError, match=r"be dpmp\.lora\.apply\(loss_fn, params\)"):
+        REFUSED["is added"][0](adapters, x)
     subject = SUBJECTS["decoder"]()
     adapters = lora.init(KEY, subject.params, 2, "query")  # (layers, width) stacked
     with pytest.raises(ValueError, match=r"target='layers/query'.*pass `fun`"):
         lora.apply(subject.loss_fn, subject.params)(adapters, subject.batch)
 
 
-@pytest.mark.parametrize(
-    ("targets", "options", "message"),
-    [
-        (["w", "v"], {}, r"unknown=\['v'\]"),
-        ("b", {}, "target='b', shape=.3,."),
-        ("ids", {}, "dtype='int32'"),
-        ("w", {"alpha": -1.0}, "alpha must be"),
-    ],
+@refusals(
+    ("targets", [["w", "v"]], r"unknown=\['v'\]"),
+    ("targets", ["b"], "target='b', shape=.3,."),
+    ("targets", ["ids"], "dtype='int32'"),
+    ("alpha", [-1.0], "alpha must be"),
 )
-def test_wrong_targets_and_sizes_are_refused(targets, options, message):
-    params = {
-        "w": np.ones((2, 3), np.float32),
-        "b": np.ones(3, np.float32),
-        "ids": np.ones((2, 2), np.int32),
-    }
+def test_wrong_targets_and_sizes_are_refused(wrong, message):
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3), "ids": jnp.ones((2, 2), int)}
     with pytest.raises(ValueError, match=message):
-        lora.init(KEY, params, targets=targets, **{"rank": 2, **options})
+        lora.init(KEY, params, **{"rank": 2, "targets": "w"} | wrong)
+
+
+def test_the_scale_is_alpha_over_the_rank():
+    params = {"w": np.ones((2, 3), np.float32)}
+    adapters = lora.init(KEY, params, 4, "w", alpha=2.0)
+    adapters = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), adapters)
+    given = lora.merge(params, adapters)["w"]
+    np.testing.assert_allclose(given, 1.0 + 0.5 * 4.0)
 
 
 def test_a_kernel_is_trained_whole_beside_adapters():

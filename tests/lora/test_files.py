@@ -143,11 +143,14 @@ def test_files_of_other_libraries_are_loaded(tmp_path):
         lora.load(tmp_path, {"blocks": {"q": params["blocks"]["q"]}}, names=names)
 
 
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
 def edit(**changes):
     """Changes entries of the configuration."""
 
     def damage(directory):
-        file = directory / "adapter_config.json"
+        file = directory / CONFIG
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
     return damage
@@ -157,7 +160,7 @@ def edit_arrays(change):
     """Changes the arrays of the weights, and not their metadata."""
 
     def damage(directory):
-        file = directory / "adapter_model.safetensors"
+        file = directory / WEIGHTS
         with safetensors.safe_open(file, framework="numpy") as opened:
             metadata = opened.metadata()
         arrays = safetensors.numpy.load_file(file)
@@ -180,17 +183,13 @@ def cut(file):
     return damage
 
 
-def remove(file):
-    return lambda directory: (directory / file).unlink()
-
-
 MATRICES = "two matrices of matching shapes.*"
 OTHER = {"base_model.model.other.lora_A.weight": np.ones((2, 2), np.float32)}
 DAMAGES = [
-    (remove("adapter_model.safetensors"), "two readable files.*safetensors"),
-    (remove("adapter_config.json"), "two readable files.*adapter_config.json"),
-    (cut("adapter_model.safetensors"), "two readable files.*safetensors"),
-    (cut("adapter_config.json"), "two readable files.*adapter_config.json"),
+    (lambda directory: (directory / WEIGHTS).unlink(), f"two readable.*{WEIGHTS}"),
+    (lambda directory: (directory / CONFIG).unlink(), f"two readable.*{CONFIG}"),
+    (cut(WEIGHTS), f"two readable files.*{WEIGHTS}"),
+    (cut(CONFIG), f"two readable files.*{CONFIG}"),
     (edit(r=3), MATRICES),
     (edit(peft_type="IA3"), "peft_type='LORA'"),
     (edit(use_rslora=True), "use_rslora=False"),
