@@ -13,3 +13,11 @@ def run(monkeypatch):
         example.main()
 
     return run_with
+
+
+@pytest.fixture
+def records(tmp_path):
+    """A file of 300 short texts."""
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(f'"the 12 in {i}"' for i in range(300)))
+    return path

@@ -30,13 +30,6 @@ def test_products_are_in_the_dtype_of_the_policy():
         assert {str(v.aval.dtype) for v in eqn.invars} == {str(policy.compute_dtype)}
 
 
-@pytest.fixture
-def records(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text("\n".join(f'"record {i}"' for i in range(300)))
-    return path
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

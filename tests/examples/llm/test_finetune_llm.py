@@ -13,13 +13,6 @@ from dpmp import lora
 
 
 @pytest.fixture
-def records(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text("\n".join(f'"the 12 in {i}"' for i in range(300)))
-    return path
-
-
-@pytest.fixture
 def chats(llama, tmp_path):
     """Chats, for a model with a chat template."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -81,7 +74,6 @@ def test_a_model_of_chats_replies(run, tmp_path, llama, flags, chats, capsys):
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["is_chat"]
-    assert report["nats_per_token"]["private"] > 0
     run(example, "--generate", tmp_path / "out", "--model", llama, *flags[-4:],
         "--seed", "1")  # fmt: skip
     generated = capsys.readouterr().out.strip()
@@ -100,26 +92,21 @@ def test_losses_say_of_which_tokens_they_are():
         example.describe_losses({"is_target": is_target[2:]}, 8)
 
 
-def test_the_batch_is_at_most_a_quarter_of_the_records(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["finetune_llm.py", "--batch-size", "128"])
-    args = example.parse_args()
-    mechanism = example.make_mechanism(args, 36, 1000)
-    assert args.batch_size == mechanism.expected_batch_size == 9
-    assert "9 instead of 128: at most a quarter of the 36" in capsys.readouterr().out
-
-
-def test_the_kind_of_noise_is_chosen(monkeypatch):
-    def mechanism_with(noise):
-        flags = ["--batch-size", "8", "--steps", "4", "--noise", noise]
+def test_the_batch_and_the_kind_of_noise_are_chosen(monkeypatch):
+    def mechanism_of(noise):
+        flags = ["--batch-size", "128", "--steps", "4", "--noise", noise]
         monkeypatch.setattr("sys.argv", ["finetune_llm.py", *flags])
-        return example.make_mechanism(example.parse_args(), 32, 1000)
-
-    for noise, bands in (("least", 4), ("2 bands", 2)):
-        mechanism = mechanism_with(noise)
-        assert mechanism.strategy.bands == bands
+        args = example.parse_args()
+        mechanism = example.make_mechanism(args, 32, 1000)
+        # At most a quarter of the records.
+        assert args.batch_size == mechanism.expected_batch_size == 8
         assert mechanism.guarantee().epsilon <= 8
+        return mechanism
+
+    assert mechanism_of("least").strategy.bands == 4
+    assert mechanism_of("2 bands").strategy.bands == 2
     with pytest.raises(SystemExit, match="a name from this list; got '5 bands'"):
-        mechanism_with("5 bands")
+        mechanism_of("5 bands")
 
 
 @pytest.mark.slow
