@@ -113,26 +113,25 @@ _PROGRAMS = [_loop, _rematerialised, _branch, _while, _compiled]
 
 
 @pytest.mark.parametrize("fun", _PROGRAMS)
-def test_products_inside_of_programs_are_found(fun):
+def test_products_inside_of_programs_are_found_and_have_gradients(fun):
     cast = autocast(fun)
     assert _dtypes(cast, _W, _X)["dot_general"] == {"bfloat16"}
-    expected, actual = jax.jit(lambda *args: (fun(*args), cast(*args)))(_W, _X)
-    reference.assert_trees_close(actual, expected, rtol=0.02)
-    assert jax.tree.map(jnp.result_type, actual) == jax.tree.map(
-        jnp.result_type, expected
-    )
 
-
-@pytest.mark.parametrize("fun", [x for x in _PROGRAMS if x is not _while])
-def test_gradients_are_those_of_a_mixed_precision_model(fun):
     def loss(fun):
         return lambda w: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(fun(w, _X)))
 
-    losses = loss(fun), loss(autocast(fun)), autocast(loss(fun))
-    expected, *found = jax.jit(lambda w: [jax.grad(f)(w) for f in losses])(_W)
-    for actual in found:
-        assert actual.dtype == jnp.float32
-        reference.assert_trees_close(actual, expected, rtol=0.05)
+    @jax.jit
+    def compared(w):
+        losses = [] if fun is _while else [loss(fun), loss(cast), autocast(loss(fun))]
+        return (fun(w, _X), cast(w, _X)), [jax.grad(f)(w) for f in losses]
+
+    (expected, actual), grads = compared(_W)
+    reference.assert_trees_close(actual, expected, rtol=0.02)
+    dtypes = [jax.tree.map(jnp.result_type, x) for x in (actual, expected)]
+    assert dtypes[0] == dtypes[1]
+    for grad in grads:
+        assert grad.dtype == jnp.float32
+        reference.assert_trees_close(grad, grads[0], rtol=0.05)
 
 
 def test_functions_with_derivatives_of_their_own_run_as_they_are():

@@ -183,6 +183,19 @@ def test_a_bad_line_is_found(line, kind, expected):
         assert not _kinds(_BAD[line], *args, policy=policy, differentiate=False)
 
 
+def _nested_loops(w, x):
+    """The inner loop adds the outer carry, but not its own."""
+
+    def outer(carry, row):
+        def inner(state, entry):
+            return jnp.tanh(state) + carry, entry * state
+
+        state, ys = jax.lax.scan(inner, row, x)
+        return jnp.tanh(state) + jnp.tanh(jnp.max(ys, 0)), None
+
+    return jnp.max(jax.lax.scan(outer, w, x)[0])
+
+
 @pytest.mark.parametrize(
     ("fun", "differentiate"),
     [
@@ -193,6 +206,7 @@ def test_a_bad_line_is_found(line, kind, expected):
         (lambda w, x: (jnp.max(w), jnp.exp(x))[0], True),  # is not used
         # The body replaces the carry.
         (lambda w, x: jax.lax.scan(lambda c, y: (jnp.tanh(c) * y, 0), w, x)[0], False),
+        (_nested_loops, False),
         # The rounded values are used, or the product is not rounded.
         (lambda w, x: (jnp.tanh(x) * w).astype(jnp.float32), False),
         (lambda w, x: jnp.matmul(x, x.T, preferred_element_type=jnp.float32), False),
