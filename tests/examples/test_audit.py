@@ -1,5 +1,7 @@
 """That the example attacks what it trains, and draws what a mechanism allows."""
 
+import dataclasses
+
 import audit as example
 import finetune_transformer
 import jax
@@ -7,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from ledgers import MECHANISM
 from scipy import stats
-
-import dpmp
 
 SETTINGS = example.Settings(40, 60, 8, batch_size=25, steps=2, learning_rate=0.1)
 
@@ -38,14 +39,7 @@ def test_rates_of_an_attacker():
 
 
 def test_the_bound_on_rates_is_that_of_the_gaussian_mechanism():
-    mechanism = dpmp.DPSGD(
-        num_examples=10,
-        expected_batch_size=10,
-        iterations=1,
-        l2_clip_norm=1.0,
-        noise_multiplier=0.8,
-        delta=1e-5,
-    )
+    mechanism = dataclasses.replace(MECHANISM, iterations=1, noise_multiplier=0.8)
     false = np.array([0.01, 0.1, 0.5])
     exact = stats.norm.cdf(stats.norm.ppf(false) + 1 / 0.8)
     bound = example.largest_rates(mechanism, false)

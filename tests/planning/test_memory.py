@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from small_runs import new_trainer
 
-from dpmp import DPSGD, DPTrainer, Policy
+from dpmp import Policy
 from dpmp.planning import _compiled_memory
 from dpmp.planning.memory import (
     CompiledMemory,
@@ -54,7 +55,10 @@ def test_mixed_precision_with_adam_takes_16_bytes_for_a_parameter():
 
 _ADAM_IN_BFLOAT16 = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
 _FOUR_BANDS = banded_toeplitz(4, iterations=10)
-_SECOND_IN_FLOAT32 = Policy.from_name("mixed_bfloat16", float32_paths=("second",))
+_IN_FLOAT32 = {
+    "policy": Policy.from_name("mixed_bfloat16", float32_paths=("second",)),
+    "microbatch_size": 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -66,16 +70,8 @@ _SECOND_IN_FLOAT32 = Policy.from_name("mixed_bfloat16", float32_paths=("second",
         # The second array has its turn later.
         ({"policy": _WITHOUT_MASTERS}, "random bits", 16 * 256 * 512),
         ({"policy": _WITHOUT_MASTERS}, "compute copy", 2 * 32 * (256 + 8)),
-        (
-            {"policy": _SECOND_IN_FLOAT32},
-            "compute copy",
-            2 * (256 * 512 + 32 * (256 + 8)),
-        ),
-        (
-            {"policy": _SECOND_IN_FLOAT32, "microbatch_size": 4},
-            "per-example gradients",
-            4 * (2 * 256 * 512 + 4 * 512 * 8),
-        ),
+        (_IN_FLOAT32, "compute copy", 2 * (256 * 512 + 32 * (256 + 8))),
+        (_IN_FLOAT32, "per-example gradients", 4 * (2 * 256 * 512 + 4 * 512 * 8)),
         ({}, "per-example gradients", 32 * 2 * _NUM_PARAMETERS),
         ({"method": None}, "per-example gradients", None),
         ({"arithmetic": "float32"}, "sum of gradients", 4 * _NUM_PARAMETERS),
@@ -130,22 +126,11 @@ def test_the_step_is_that_of_a_trainer():
     options = {"method": "book_keeping", "microbatch_size": 2}
     model, optimizer = models.TRANSFORMER, optax.sgd(0.1)
     params, batch = model.init(jnp.float32), model.make_batch(0, 4)
-    trainer = DPTrainer(
-        mechanism=DPSGD(
-            num_examples=100,
-            expected_batch_size=4,
-            truncated_batch_size=4,
-            iterations=1,
-            l2_clip_norm=1.0,
-            noise_multiplier=1.0,
-            **options,
-        ),
-        loss_fn=model.loss,
-        optimizer=optimizer,
-        policy=Policy.from_name("mixed_bfloat16"),
-    )
+    sizes = {"expected_batch_size": 4, "truncated_batch_size": 4, "sampling_prob": None}
+    training = {"policy": "mixed_bfloat16", "optimizer": optimizer}
+    trainer = new_trainer(loss_fn=model.loss, **training, **sizes, **options)
     analysis = trainer.lower(trainer.init(params), batch).compile().memory_analysis()
-    options |= {"policy": "mixed_bfloat16", "optimizer": optimizer}
+    options |= training
     compiled = compiled_memory(model.loss, params, batch, **options)
     assert compiled.temporary == pytest.approx(analysis.temp_size_in_bytes, rel=0.03)
 
