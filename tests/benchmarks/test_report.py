@@ -1,6 +1,5 @@
 """Figures of the benchmarks: every one on a page is that of a line of results."""
 
-import functools
 import pathlib
 import re
 
@@ -33,39 +32,24 @@ def _comments(code):
     return [line for line in code.splitlines() if "  # " in line]
 
 
-@functools.cache
-def _all_passages():
-    return [*figures.measured(), *figures.NOT_MEASURED]
-
-
-def _passages(page):
-    return [_words(x.text) for x in _all_passages() if x.page == page]
-
-
-def test_the_page_of_benchmarks_is_made_from_the_lines():
+def test_pages_are_made_from_lines_and_formulas():
     advice = "the lines or the tables changed: run `python -m benchmarks.report`"
     assert report.PAGE.read_text() == report.as_markdown(), advice
-
-
-def test_the_tables_of_large_runs_are_made_from_formulas_and_lines():
-    advice = "the lines or the formulas changed: run `python -m benchmarks.report`"
     assert report.PLAN.read_text() == report.plan(), advice
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_figures_of_a_page_are_those_of_the_lines(page):
-    text = _prose(page)
-    for passage in _passages(page):
-        assert passage in text, f"{page} should have {passage!r}"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_no_figure_of_unknown_origin(page):
-    text = _prose(page)
-    for passage in _passages(page):
-        text = text.replace(passage, "")
-    unknown = [text[max(0, m.start() - 40) : m.end()] for m in _FIGURE.finditer(text)]
-    assert not unknown, f"add the passages of {page} to benchmarks/figures.py"
+def test_figures_of_pages_are_those_of_the_lines_and_no_others():
+    texts = {page: _prose(page) for page in PAGES}
+    for x in (*figures.measured(), *figures.NOT_MEASURED):
+        passage = _words(x.text)
+        assert passage in _prose(x.page), f"{x.page} should have {passage!r}"
+        texts[x.page] = texts[x.page].replace(passage, "")
+    unknown = [
+        (page, text[max(0, m.start() - 40) : m.end()])
+        for page, text in texts.items()
+        for m in _FIGURE.finditer(text)
+    ]
+    assert not unknown, "add the passages of these pages to benchmarks/figures.py"
 
 
 def test_formulas_of_large_runs_are_those_of_compiled_programs():
