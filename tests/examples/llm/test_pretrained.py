@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lora.subjects import trained
 
+from dpmp import lora
 from examples import llm
 from examples.llm import pretrained
 
@@ -67,8 +69,8 @@ def test_a_saved_model_is_the_loaded_one(folder, tmp_path):
 
 
 def test_transformers_loads_what_is_saved(folder, expected, tmp_path):
-    transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
     ours = llm.load(folder)
     llm.save(tmp_path / "saved", ours)
     auto = transformers.AutoModelForCausalLM
@@ -81,6 +83,30 @@ def test_transformers_loads_what_is_saved(folder, expected, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     text = "in the 12. hen"
     assert tokenizer.encode(text) == ours.tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("model_name", ["llama", "gpt2"])
+@pytest.mark.filterwarnings("default")
+@jax.numpy_dtype_promotion("standard")
+def test_peft_computes_the_same_logits(folder, model_name, tmp_path):
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    model = llm.load(folder)
+    adapters = trained(lora.init(jax.random.key(0), model.params, 2, "layers/.*kernel"))
+    names = functools.partial(llm.huggingface_name, architecture=model_name)
+    config = {"task_type": "CAUSAL_LM", "fan_in_fan_out": model_name == "gpt2"}
+    options = {"initial": None, "names": names, "config": config}
+    lora.save(tmp_path / "adapter", adapters, model.params, **options)
+    tokens = np.arange(12)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        given = theirs(torch.tensor(tokens[None])).logits[0].numpy()
+    expected = lora.apply(model.apply, model.params)(adapters, jnp.asarray(tokens))
+    np.testing.assert_allclose(given, expected, atol=1e-4)
+    unchanged = model.apply(model.params, jnp.asarray(tokens))
+    assert np.max(np.abs(given - unchanged)) > 0.01
 
 
 @pytest.mark.parametrize(
