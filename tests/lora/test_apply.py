@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 from lora.subjects import KEY, SUBJECTS, adapters_of, new_adapters, normal
 from models import libraries as framework_models
+from reference import FLOAT_SUMS, assert_trees_close
 from refusals import refusals
 from small_runs import fit, new_trainer
 
 import dpmp
 from dpmp import lora
-
-
-def assert_close(tree, expected, rtol=2e-5):
-    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
-        scale = float(np.max(np.abs(y)))
-        assert scale > 0
-        np.testing.assert_allclose(x, y, rtol=0, atol=rtol * scale)
 
 
 def widened(x):
@@ -48,7 +42,7 @@ def test_values_and_gradients_are_those_of_merged_parameters(name):
         new, merged = compared(params, batch, initial)
         unchanged = jax.jit(subject.loss_fn)(params, batch)
         assert abs(given[0] - unchanged) > 1e-3 * abs(unchanged)
-    assert_close(given, expected)
+    assert_trees_close(given, expected, rtol=2e-5)
     # New adapters change nothing, and can learn.
     np.testing.assert_allclose([new[0], merged[0]], unchanged, rtol=1e-12)
     assert all(np.any(factors.b) for factors in new[1].factors.values())
@@ -70,13 +64,11 @@ def test_both_engines_clip_the_gradients_of_adapters(name):
                 method=method,
                 arithmetic=arithmetic,
             )(adapters, batch)
-            for method, arithmetic in (
-                ("per_example", "float32"),
-                ("book_keeping", "unproved_float32"),
-            )
+            for method, arithmetic in FLOAT_SUMS.items()
         ]
 
-    assert_close(*both(subject.params, adapters_of(name)))
+    sums = both(subject.params, adapters_of(name))
+    assert_trees_close(*sums, rtol=2e-5)
 
 
 def test_no_gradient_is_as_large_as_the_target():

@@ -103,6 +103,7 @@ SCENARIOS = {
     "1B on 24 GB": ("--parameters 1e9 --memory 24", WITHOUT_MASTERS, 2),
     "100M on 24 GB": ("--parameters 1e8 --memory 24", FULL, 32),
     "few entries": ("--parameters 1e9 --memory 24 --trainable 2e6", LORA, 8),
+    "a rank": ("--parameters 1e9 --memory 24 --rank 8", LORA, 8),
     "70B on 80 GB": ("--parameters 70e9 --memory 80 --length 1024", FOUR_BITS, 0),
 }
 

@@ -10,7 +10,8 @@ from small_runs import KEY, fit, new_trainer
 import dpmp
 from dpmp.precision import _eight_bits
 
-_SHAPES = [(64, 64), pytest.param((2, 3, 700), marks=pytest.mark.slow)]
+_MORE_SHAPES = [(8192,), (5000, 1), (2, 3, 700)]
+_SHAPES = [(64, 64), *(pytest.param(x, marks=pytest.mark.slow) for x in _MORE_SHAPES)]
 
 
 def _numbers(shape, seed=0):
@@ -87,6 +88,7 @@ def test_small_arrays_and_other_parts_of_a_state_stay_as_they_are():
         optax.masked(optax.adam(0.1), {"large": True, "small": True}),
         optax.ema(0.9),
         optax.contrib.schedule_free_adamw(0.1),
+        optax.trace(0.9),
     )
     params = {"large": jnp.ones((64, 64)), "small": jnp.ones(64)}
     state = dpmp.in_8_bits(optimizer).init(params).inner
@@ -96,6 +98,7 @@ def test_small_arrays_and_other_parts_of_a_state_stay_as_they_are():
     assert averages.nu["large"].sizes.shape == (32,)
     assert averages.mu["small"].dtype == jnp.float32
     assert state[1].ema["large"].dtype == jnp.float32
+    assert state[3].trace["large"].codes.dtype == jnp.int8
 
 
 @pytest.mark.slow

@@ -31,6 +31,14 @@ def test_vectors_equal_those_of_transformers(folder, expected):
     np.testing.assert_allclose(*texts, rtol=0, atol=1e-6)
 
 
+def test_a_saved_encoder_is_the_loaded_one(folder, tmp_path):
+    model = llm.load(folder)
+    llm.save(tmp_path / "saved", model)
+    again = llm.load(tmp_path / "saved")
+    assert again.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, model.params, again.params)
+
+
 def test_a_text_without_tokens_has_finite_gradients(folder):
     model = llm.load(folder)
     tokens, is_token = np.zeros((1, 5), np.int32), np.zeros((1, 5), bool)
