@@ -132,10 +132,8 @@ def test_a_run_trains_adapters_and_nothing_else_and_can_be_resumed(tmp_path):
         prng_key=KEY,
         method="book_keeping",
     )
-    initial, frozen = (
-        new_adapters("decoder").for_base(half),
-        jax.tree.map(np.array, half),
-    )
+    initial = new_adapters("decoder").for_base(half)
+    frozen = jax.tree.map(np.array, half)
     trained = fit(trainer, state=trainer.init(initial), data=data).params
     jax.tree.map(np.testing.assert_array_equal, half, frozen)
     lora.check_trained(trained, initial=initial, params=half)

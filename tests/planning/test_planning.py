@@ -118,23 +118,22 @@ def test_ways_to_draw_noise_are_compared():
     }
     errors = [x.error for x in choices]
     assert errors == sorted(errors)
-    poisson, bands = names["poisson"], names["4 bands"]
+    poisson = names["poisson"]
     assert poisson.mechanism == mechanism.calibrate(epsilon=8.0, delta=1e-5)
     independent = math.sqrt(61 / 2)  # the mean number of steps so far
     expected = poisson.mechanism.noise_multiplier * independent
     assert poisson.error == pytest.approx(expected)
-    strategy = bands.mechanism.strategy
-    assert strategy == strategies.banded_toeplitz(4, iterations=60)
-    expected = bands.mechanism.noise_multiplier * strategy.error()
-    assert bands.error == expected < poisson.error
-    assert bands.bytes_per_parameter == 12
-    inverse = names["4 bands of the inverse"]
-    strategy = inverse.mechanism.strategy
-    options = {"iterations": 60, "steps_per_epoch": 20}
-    assert strategy == strategies.banded_inverse(4, **options)
-    expected = inverse.mechanism.noise_multiplier * strategy.error()
-    assert inverse.error == expected < poisson.error
-    assert inverse.bytes_per_parameter == 0
+    bands = strategies.banded_toeplitz(4, iterations=60)
+    inverse = strategies.banded_inverse(4, iterations=60, steps_per_epoch=20)
+    for name, strategy, num_bytes in (
+        ("4 bands", bands, 12),
+        ("4 bands of the inverse", inverse, 0),
+    ):
+        found = names[name]
+        assert found.mechanism.strategy == strategy
+        expected = found.mechanism.noise_multiplier * strategy.error()
+        assert found.error == expected < poisson.error
+        assert found.bytes_per_parameter == num_bytes
     assert names["random_allocation"].error < poisson.error
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
     for changed in ({"neighboring_relation": relation}, {"sampling_prob": 1 / 20}):
