@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import flax_models, harness, models
+from benchmarks import harness, models
 from dpmp import _timing, lora
 from dpmp.lora import Adapters
 
@@ -98,7 +98,6 @@ TASKS: dict[str, Callable[[Any], models.Task]] = {
     "autoencoder": lambda dtype: dense(dtype, 64, (784, 400, 20, 400, 784)),
     "small convolutions": small_convolutions,
     "cnn": models.cnn,
-    "u-net": flax_models.unet,
     "lstm": functools.partial(models.lstm, batch_size=32),
     "state space": state_space,
     "transformer, tiny": functools.partial(_transformer, width=16, depth=1, length=8),

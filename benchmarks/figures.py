@@ -445,7 +445,7 @@ def _percent(x: float) -> str:
 
 
 def _packed_bases() -> Passage:
-    wide, packed = read("lora", "base", question="packed")
+    wide, packed = read("lora", "base")
     of_step = (
         sum(x[f"{kind}_megabytes"] for kind in ("argument", "temporary"))
         for x in (packed, wide)
@@ -460,9 +460,8 @@ def _packed_bases() -> Passage:
 
 
 def _recurrent_networks() -> Passage:
-    lines = read("book_keeping", "dtype", question="step", task="lstm", batch_size=64)
-    names = ("dpmp, 8", "dpmp bounded, 8")
-    ratios = Span(x["time_ratio"][name]["plain"] for x in lines for name in names)
+    lines = read("side_by_side", "dtype", "device", task="lstm", batch_size=64)
+    ratios = _time_over(lines, "plain", "dpmp book_keeping bounded, 8")
     text = f"{ratios:.1f} times the time of ordinary training"
     return Passage("docs/book_keeping.md", f"{text} in microbatches of 8")
 
@@ -511,7 +510,7 @@ def _lost_updates() -> Passage:
 
 
 def _noise_of_large_runs() -> Passage:
-    lines = read("exactness_cost", "device", question="noise", dtype="float32")
+    lines = read("large_runs", "device", question="noise")
     times = Span(x["milliseconds"]["exact"] for x in lines)
     text = f"ten million entries of exact noise take {times:.0f} milliseconds"
     return Passage("docs/past_one_machine.md", text)
@@ -519,6 +518,6 @@ def _noise_of_large_runs() -> Passage:
 
 def _batches_of_large_runs() -> Passage:
     wanted = {"num_examples": 10**9, "sampling_prob": 1e-4}
-    (line,) = read("sampling", "num_examples", **wanted)
-    text = f"takes {1e3 * line['seconds']['dpmp']:.0f} milliseconds"
+    (line,) = read("large_runs", "num_examples", **wanted)
+    text = f"takes {line['milliseconds']['indices']:.0f} milliseconds"
     return Passage("docs/past_one_machine.md", f"from a billion records {text}")

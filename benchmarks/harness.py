@@ -8,7 +8,6 @@ results/NAME.jsonl.
 import argparse
 import ctypes
 import datetime
-import functools
 import importlib.metadata
 import importlib.util
 import inspect
@@ -21,7 +20,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -220,22 +218,6 @@ class Measured(NamedTuple):
         """The ratio of each to one of them."""
         return {name: self.ratio(name, reference) for name in self.seconds}
 
-    def memory_over(self, reference: str) -> dict[str, float]:
-        """Ratios of temporary memory; a program without any counts as one byte."""
-        return rounded(self.temp_bytes, 3, unit=max(self.temp_bytes[reference], 1))
-
-    def figures(self, reference: str) -> dict[str, dict[str, float]]:
-        """What compiled contenders take, and the ratios to one of them."""
-        seconds = self.compile_seconds
-        return {
-            "milliseconds": self.milliseconds(),
-            "time_ratio": self.time_over(reference),
-            "temp_megabytes": self.megabytes(),
-            "memory_ratio": self.memory_over(reference),
-            "compile_seconds": rounded(seconds, 1),
-            "compile_ratio": rounded(seconds, 1, unit=seconds[reference]),
-        }
-
     def fastest(self, *kinds: str) -> str | None:
         """The fastest of those whose names begin with a kind and a comma, if any."""
         some = {k: x for k, x in self.medians().items() if k.split(",")[0] in kinds}
@@ -245,32 +227,6 @@ class Measured(NamedTuple):
 def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> Measured:
     """Times functions in turn, after a round that does not count."""
     return Measured(_timing.in_turn(calls, rounds))
-
-
-def compile_all(
-    functions: Mapping[str, Callable[..., Any]], args: Sequence[Any]
-) -> tuple[dict[str, Any], Measured]:
-    """The programs of functions of the same arguments, and what compilation tells.
-
-    The second compilation counts, as the first one fills caches of jax.
-    """
-    programs, compile_seconds, temp_bytes = {}, {}, {}
-    for name, f in [*functions.items()] * 2:
-        start = time.perf_counter()
-        program: Any = jax.jit(lambda *args, f=f: f(*args)).lower(*args).compile()
-        compile_seconds[name] = time.perf_counter() - start
-        temp_bytes[name] = program.memory_analysis().temp_size_in_bytes
-        programs[name] = program
-    return programs, Measured({}, temp_bytes, compile_seconds)
-
-
-def measure(
-    functions: Mapping[str, Callable[..., Any]], args: Sequence[Any], rounds: int
-) -> Measured:
-    """Compiles functions of the same arguments, then runs them in turn."""
-    programs, measured = compile_all(functions, args)
-    calls = {name: functools.partial(f, *args) for name, f in programs.items()}
-    return measured._replace(seconds=in_turn(calls, rounds).seconds)
 
 
 def rounded(

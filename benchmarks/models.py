@@ -66,39 +66,6 @@ def random_text(vocabulary: int, batch_size: int, length: int) -> dict[str, Any]
     return {"tokens": tokens.astype(np.int32), "is_target": is_target}
 
 
-def mlp(dtype: Any, batch_size: int = 64) -> Task:
-    """784-512-512-10: per-example gradients are all there is to compute."""
-    sizes = (784, 512, 512, 10)
-    keys = jax.random.split(jax.random.key(0), len(sizes))
-    params = [
-        {"w": _normal(key, (n_in, n_out), dtype), "b": jnp.zeros(n_out, dtype)}
-        for key, n_in, n_out in zip(keys[1:], sizes, sizes[1:], strict=False)
-    ]
-
-    def loss_fn(params, batch):
-        *hidden, last = params
-        x = batch["x"]
-        for layer in hidden:
-            x = jax.nn.relu(x @ layer["w"] + layer["b"])
-        return cross_entropy(x @ last["w"] + last["b"], batch["label"])
-
-    x = jax.random.normal(keys[0], (batch_size, sizes[0])).astype(dtype)
-    return Task(loss_fn, params, {"x": x, "label": jnp.arange(batch_size) % 10})
-
-
-def square_layers(
-    dtype: Any, batch_size: int = 32, *, width: int = 128, depth: int = 40
-) -> Task:
-    """Layers of one shape."""
-    params = [jnp.full((width, width), 0.01, dtype) for _ in range(depth)]
-
-    def loss_fn(params, batch):
-        x = reduce(lambda x, w: jnp.tanh(x @ w), params, batch)
-        return jnp.mean(jnp.square(x.astype(jnp.float32)))
-
-    return Task(loss_fn, params, jnp.ones((batch_size, width), dtype))
-
-
 def transformer(
     dtype: Any,
     batch_size: int = 32,
@@ -232,7 +199,6 @@ class GPT2(NamedTuple):
     heads: int
     vocabulary: int = 50257
     positions: int = 1024
-    scan: bool = False  # whether layers are stacked, for a loop
 
     def init(self, key: jax.Array) -> Any:
         """Random float32 parameters."""
@@ -259,7 +225,7 @@ class GPT2(NamedTuple):
             }
 
         return {
-            "blocks": _layers(block, self.depth, scan=self.scan),
+            "blocks": [block() for _ in range(self.depth)],
             "tokens": normal(self.vocabulary, width),
             "positions": normal(self.positions, width),
             "norm": layer_norm(),
@@ -279,7 +245,7 @@ class GPT2(NamedTuple):
 
         def loss(params: Any, tokens: jax.Array) -> jax.Array:
             x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
-            x = _through(apply_block, params["blocks"], x, scan=self.scan)
+            x = reduce(apply_block, params["blocks"], x)
             logits = _layer_norm(x, params["norm"]) @ params["tokens"].T
             return cross_entropy(logits[:, :-1], tokens[:, 1:])
 
@@ -369,13 +335,9 @@ _TINY = {"length": 8, "width": 16, "depth": 1, "heads": 2, "vocabulary": 32}
 
 SUBJECTS = {
     "transformer, 3M": Subject(partial(transformer, **_SMALL), {16: 7, 64: 3}),
-    "transformer, 3M, scan": Subject(
-        partial(transformer, **_SMALL, scan=True), {64: 3}
-    ),
     "transformer, 17M": Subject(partial(transformer, **_LARGE), {16: 3, 64: 2}),
     "cnn": Subject(cnn, {64: 7}),
     "lstm": Subject(lstm, {64: 7}),
     "SmolLM2, 135M": Subject(smollm2, {8: 2}),
     "tiny": Subject(partial(transformer, **_TINY), {16: 2}),
 }
-TASKS = [*SUBJECTS][:5]  # what is measured unless something else is asked for

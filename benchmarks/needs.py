@@ -107,7 +107,7 @@ def table_of_needs() -> str:
 def table_of_checks() -> str:
     """The formulas next to what compiled programs have."""
     keys = ("compiled_for", "devices", "parameters", "num_parameters")
-    wanted = {"part": "compiled", "compiled_for": "virtual CPUs", "lora": None}
+    wanted = {"compiled_for": "virtual CPUs", "lora": None}
     lines = read("scaling", *keys, **wanted)
     columns = """
     billion parameters = num_parameters * 1e-9 | tokens = length | devices |
@@ -122,7 +122,7 @@ def table_of_checks() -> str:
 def table_of_h100() -> str:
     """What programs for H100s have."""
     keys = ("compiled_for", "model_axis", "num_parameters", "lora")
-    lines = read("scaling", *keys, part="compiled")
+    lines = read("scaling", *keys)
     h100s = [x for x in lines if x["compiled_for"].startswith("h100")]
     columns = """
     billion parameters = billions | trained = trained | devices |

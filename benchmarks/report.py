@@ -5,6 +5,7 @@
 The sections of the page are in tables.toml:
 
     title, benchmark    the heading, and the name of the benchmark
+    command             what measures, if it has another name
     text                with fields of the first line in braces, or `WORDS`
     parts               texts, and tables of the lines of the benchmark
 
@@ -71,7 +72,8 @@ def _section(section: dict[str, Any]) -> str:
         f"{device}, jax {jax}, {day}"
         for device, jax, day in sorted(measured, reverse=True)
     )
-    command = f"`python -m benchmarks.{benchmark}` ({where})"
+    command = section.get("command", benchmark)
+    command = f"`python -m benchmarks.{command}` ({where})"
     return "\n\n".join([f"## {section['title']}", text, command, *parts]) + "\n"
 
 
@@ -147,20 +149,6 @@ def _fastest(lines: list[Line]) -> Iterable[Line]:
         }
 
 
-def _accounting(lines: list[Line]) -> Iterable[Line]:
-    for x in lines:
-        above = {
-            what: x["values"][f"{what}, dpmp"] / x["values"][f"{what}, directly"] - 1
-            for what in ("epsilon", "calibration")
-        }
-        yield {**x, "above": above}
-
-
-def _long_runs(lines: list[Line]) -> Iterable[Line]:
-    for x in lines:
-        yield {**x, "more": {k: 100 * (y - 1) for k, y in x["time_ratio"].items()}}
-
-
 def _checks(lines: list[Line]) -> Iterable[Line]:
     for x in lines:
         limits = [
@@ -173,20 +161,10 @@ def _checks(lines: list[Line]) -> Iterable[Line]:
         yield {**x, "allowed": limits[0] if limits else "", "values": values}
 
 
-def _scaling(lines: list[Line]) -> Iterable[Line]:
-    first = {x["scaling"]: x for x in lines if x["devices"] == x["processes"] == 1}
-    for x in lines:
-        one = first[x["scaling"]]["examples_per_second"]
-        yield {**x, "speed": x["examples_per_second"] / one}
-
-
 ROWS: dict[str, Callable[[list[Line]], Iterable[Line]]] = {
     "steps": _steps,
     "fastest": _fastest,
-    "accounting": _accounting,
-    "long_runs": _long_runs,
     "checks": _checks,
-    "scaling": _scaling,
 }
 
 

@@ -1,21 +1,17 @@
-"""What do more devices and more processes gain, and what does each of them hold?
+"""What does each device hold and send in a training step of a large model?
 
-    python -m benchmarks.scaling --part compiled     # eight minutes on two cores
-    python -m benchmarks.scaling --part measured     # ten minutes on two cores
+    python -m benchmarks.scaling                     # eight minutes on two cores
+    python -m benchmarks.scaling --topologies h100:1x8x8 --sharded --model 8B
 
-The part `compiled` compiles a training step of a decoder with a billion parameters and
-1024 tokens, for meshes of 1, 8, 64 and 256 devices that are not there: virtual CPU
-devices, and shapes in place of arrays. Nothing is run. `--model 8B` has more
-parameters. It records the bytes of each device and the collectives, with whole
-parameters on each device, and with parameters and optimizer sharded over the devices.
-With `--topologies h100:1x8x8` it compiles for 64 GPUs (see h100.py), and with
-`v5p:2x2x2` for TPUs, which takes `pip install libtpu`, and no TPU. With `--model-axis
-8`, groups of eight devices divide each product of the model. With `--lora 16`, the
-model is frozen, and adapters of rank 16 for all matrices of its layers are trained.
-
-The part `measured` times steps of a small transformer on 1, 2, 4 and 8 virtual CPU
-devices of one process, and of two processes, with a fixed batch for each device (weak
-scaling) and a fixed batch in all (strong scaling).
+Compiles a training step of a decoder with a billion parameters and 1024 tokens, for
+meshes of 1, 8, 64 and 256 devices that are not there: virtual CPU devices, and shapes
+in place of arrays. Nothing is run. `--model 8B` has more parameters. It records the
+bytes of each device and the collectives, with whole parameters on each device, and with
+parameters and optimizer sharded over the devices. With `--topologies h100:1x8x8` it
+compiles for 64 GPUs (see h100.py), and with `v5p:2x2x2` for TPUs, which takes `pip
+install libtpu`, and no TPU. With `--model-axis 8`, groups of eight devices divide each
+product of the model. With `--lora 16`, the model is frozen, and adapters of rank 16 for
+all matrices of its layers are trained.
 
 Every mesh has a process of its own.
 """
@@ -25,15 +21,11 @@ from benchmarks import h100  # before jax
 # isort: split
 import concurrent.futures
 import functools
-import itertools
 import math
 import multiprocessing
-import socket
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -71,10 +63,6 @@ _PLACES = {
 _ADAPTED = "layers/(qkv|out|up|down)"
 _LARGE_MICROBATCH, _NUM_MICROBATCHES = 1, 4
 
-_SMALL = {"layers": 2, "width": 64, "num_heads": 4, "vocabulary": 256}
-_SMALL_LENGTH, _SMALL_MICROBATCH, _NUM_STEPS = 64, 8, 12
-_BATCH_OF_A_DEVICE, _BATCH_IN_ALL = 32, 128
-
 
 def make_trainer(
     loss_fn: Any, params: Any, batch_size: int, microbatch_size: int
@@ -87,7 +75,7 @@ def make_trainer(
         expected_batch_size=0.8 * batch_size,
         truncated_batch_size=batch_size,
         microbatch_size=microbatch_size,
-        iterations=_NUM_STEPS,
+        iterations=12,
         method="book_keeping",
         num_parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
     )
@@ -250,84 +238,24 @@ def _of_frozen_model(frozen: Any) -> dict[str, int]:
     return {"num_frozen": num_frozen, "bytes_of_frozen_model": sum(num_bytes)}
 
 
-def measure_steps(*, batch_size: int, kind: str) -> dict[str, Any]:
-    """Times the steps of a run of the small model on all devices."""
-    mesh = make_mesh()
-    shapes, loss_fn = transformer(**_SMALL, length=_SMALL_LENGTH)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: np.float32(rng.normal(0, 0.1, x.shape)), shapes)
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.device_put(x, place_of(path, mesh)), params
-    )
-    microbatch_size = _SMALL_MICROBATCH * mesh.size
-    trainer = make_trainer(loss_fn, params, batch_size, microbatch_size)
-    shape = trainer.mechanism.num_examples, _SMALL_LENGTH
-    data = rng.integers(0, _SMALL["vocabulary"], shape).astype(np.int32)
-    times = []
-
-    def note_time(state: Any) -> None:
-        jax.block_until_ready(state.step)
-        times.append(time.monotonic())
-
-    trainer.fit(
-        trainer.init(params),
-        data,
-        batch_sharding=jax.NamedSharding(mesh, jax.P("data")),
-        callback=note_time,
-        progress=False,
-    )
-    # The first step includes compilation.
-    seconds = [b - a for a, b in itertools.pairwise(times[1:])]
-    return {
-        "scaling": kind,
-        "model": "small",
-        **_SMALL,
-        "length": _SMALL_LENGTH,
-        "processes": jax.process_count(),
-        "devices": mesh.size,
-        "batch_size": batch_size,
-        "seconds_per_step": statistics.median(seconds),
-        "examples_per_second": batch_size / statistics.median(seconds),
-    }
-
-
-def _apart(
-    fun: Callable[..., Any], devices: int, processes: int = 1, **task: Any
-) -> harness.Lines:
-    """Calls a function in processes of their own; the figures of the first, if any."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    here = functools.partial(_run_here, fun, task, devices // processes, address)
+def _apart(devices: int, **task: Any) -> harness.Lines:
+    """Compiles in a process of its own; no figures if that fails."""
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(processes, spawn) as pool:
-        running = [pool.submit(here, processes, i) for i in range(processes)]
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
+        running = pool.submit(_compile_for, devices, task)
     try:
-        figures = [process.result() for process in running]
+        yield running.result()
     except Exception as error:  # the other meshes go on
         sys.stderr.write(f"failed: {task} on {devices} devices: {error}\n")
-    else:
-        yield figures[0]
 
 
-def _run_here(
-    fun: Callable[..., Any],
-    task: dict[str, Any],
-    devices: int,
-    address: str,
-    processes: int,
-    process: int,
-) -> dict[str, Any]:
+def _compile_for(devices: int, task: dict[str, Any]) -> dict[str, Any]:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    if processes > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(address, processes, process)
-    return fun(**task)
+    return compile_step(**task)
 
 
 def benchmark(
-    part: Annotated[str, harness.Each(["compiled", "measured"])],
     devices: str = "",
     topologies: str = "",
     model_axis: int = 1,
@@ -337,23 +265,16 @@ def benchmark(
     lora: int | None = None,
     sharded: bool = False,
 ) -> harness.Lines:
-    """A line for each mesh, and for whole and sharded parameters or batch sizes."""
-    wanted = [int(n) for n in devices.split()]
-    if part == "compiled":
-        size = {"model": model, "layers": layers, "length": length}
-        size |= {"model_axis": model_axis, "rank": lora}
-        meshes = [(1, x) for x in topologies.split()]
-        for num, topology in meshes or [(n, "") for n in wanted or (1, 8, 64, 256)]:
-            is_one = num == 1 and not topology
-            for shards in (False,) if is_one else (True,) if sharded else (False, True):
-                task = {**size, "shards_parameters": shards, "topology": topology}
-                yield from _apart(compile_step, num, **task)
-        return
-    for processes, num in itertools.product((1, 2), wanted or (1, 2, 4, 8)):
-        batches = {"weak": _BATCH_OF_A_DEVICE * num, "strong": _BATCH_IN_ALL}
-        for kind, batch_size in batches.items() if num >= processes else ():
-            task = {"kind": kind, "batch_size": batch_size}
-            yield from _apart(measure_steps, num, processes, **task)
+    """A line for each mesh, and for whole and sharded parameters."""
+    size = {"model": model, "layers": layers, "length": length}
+    size |= {"model_axis": model_axis, "rank": lora}
+    numbers = [int(n) for n in devices.split()] or [1, 8, 64, 256]
+    meshes = [(1, x) for x in topologies.split()] or [(n, "") for n in numbers]
+    for num, topology in meshes:
+        is_one = num == 1 and not topology
+        for shards in (False,) if is_one else (True,) if sharded else (False, True):
+            task = {**size, "shards_parameters": shards, "topology": topology}
+            yield from _apart(num, **task)
 
 
 if __name__ == "__main__":

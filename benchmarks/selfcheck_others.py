@@ -8,9 +8,9 @@ jax_privacy, and, where it is installed, of Opacus.
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ import rich.console
 from jax_privacy import clipping as their_clipping
 from jax_privacy import noise_addition as their_noise
 
-import dpmp
 from benchmarks import harness
 from dpmp.tools import checks
 from dpmp.tools.selfcheck import command
@@ -29,13 +28,11 @@ from dpmp.tools.selfcheck._subjects import (
     BatchShape,
     Keys,
     Releases,
-    Result,
     Rows,
     Sizes,
     Subjects,
     SumFn,
     Sums,
-    compare,
     draw_fn,
     sum_fn,
 )
@@ -162,113 +159,10 @@ def _opacus() -> Subjects:
     )
 
 
-class Mean(NamedTuple):
-    """A way to average gradients that are clipped to 1, with noise multiplier 1.
-
-    `average(gradients, adds_noise)` maps (B, n) to (n,). The batch size is expected to
-    be `_EXPECTED`, and the noise must be for that.
-    """
-
-    name: str
-    is_claimed: bool
-    average: Callable[[np.ndarray, bool], np.ndarray]
-
-
-_EXPECTED, _ENTRIES = 32, 2**16
-
-
-def means() -> list[Mean]:
-    """Those of dpmp, jax_privacy, and Opacus if it is installed."""
-    found = [
-        Mean("dpmp", True, _mean_of_dpmp),
-        Mean("jax_privacy", False, _mean_of_jax_privacy),
-    ]
-    if harness.is_installed("opacus"):
-        found.append(Mean("Opacus", False, _mean_of_opacus))
-    return found
-
-
-def measure_means() -> Iterator[Result]:
-    """Is the sum divided by a constant, and is the noise that for the sum?
-
-    A mean over the batch itself changes by more than one contribution if an example
-    leaves. And noise for a mean is too narrow by the batch size if it is added to the
-    sum.
-    """
-    rng = np.random.default_rng(0)
-    others = np.tile(rng.normal(size=256), (_EXPECTED, 1)).astype(np.float32)
-    leaving = np.concatenate([others, -others[:1]])
-    for x in means():
-        change = x.average(leaving, False) - x.average(others, False)
-        yield compare(
-            "Change of the mean if one example leaves, over clip norm / batch size",
-            x,
-            float(np.linalg.norm(change)) * _EXPECTED,
-            at_most=1 + 2.0**-20,
-        )
-        noise = x.average(np.zeros((_EXPECTED, _ENTRIES), np.float32), True)
-        yield compare(
-            "Noise on the mean, over clip norm / batch size",
-            x,
-            float(np.std(noise.astype(np.float64))) * _EXPECTED,
-            at_least=0.98,  # within seven standard errors of 1
-        )
-
-
-def _mean_of_dpmp(gradients: np.ndarray, adds_noise: bool) -> np.ndarray:
-    mechanism = dpmp.DPSGD(
-        num_examples=1000,
-        expected_batch_size=_EXPECTED,
-        iterations=1,
-        l2_clip_norm=1.0,
-        noise_multiplier=NOISE_MULTIPLIER,
-        delta=1e-6,
-        method="per_example",
-    )
-    zeros = jnp.zeros(gradients.shape[1])
-    grad_fn = mechanism.clipped_grad(jnp.vdot)
-    mask = np.zeros(len(gradients), bool)
-    total = grad_fn(zeros, gradients, is_padding_example=mask)
-    if not adds_noise:
-        return np.asarray(total.to_float())
-    privatizer: Any = mechanism.privatizer()
-    return np.asarray(privatizer.update(total, privatizer.init(zeros))[0])
-
-
-def _mean_of_jax_privacy(gradients: np.ndarray, adds_noise: bool) -> np.ndarray:
-    options: Any = {"l2_clip_norm": 1.0, "normalize_by": float(_EXPECTED)}
-    fn = _their_sum(**options)
-    total: Any = fn(jnp.asarray(gradients))
-    if not adds_noise:
-        return np.asarray(total)
-    seed = int.from_bytes(os.urandom(3), "little")
-    privatizer: Any = their_noise.gaussian_privatizer(
-        stddev=NOISE_MULTIPLIER * fn.sensitivity(), prng_key=seed
-    )
-    return np.asarray(privatizer.update(total, privatizer.init(total))[0])
-
-
-def _mean_of_opacus(gradients: np.ndarray, adds_noise: bool) -> np.ndarray:
-    import torch  # pyright: ignore[reportMissingImports]
-    from opacus.optimizers import DPOptimizer  # pyright: ignore[reportMissingImports]
-
-    param = torch.nn.Parameter(torch.zeros(gradients.shape[1]))
-    param.grad_sample = torch.from_numpy(gradients)
-    private = DPOptimizer(
-        torch.optim.SGD([param], lr=1.0),
-        noise_multiplier=NOISE_MULTIPLIER if adds_noise else 0.0,
-        max_grad_norm=1.0,
-        expected_batch_size=_EXPECTED,
-    )
-    private.pre_step()
-    return param.grad.numpy()
-
-
 def benchmark(is_small: bool = False) -> harness.Lines:
     """A line for each measurement; tables of them are printed."""
     sizes = Sizes(2000, 8, 256, 2**20, 2**17) if is_small else Sizes()
     measured = command.run(all_subjects(), sizes, rich.console.Console())
-    measured = [*measured, *measure_means()]
     for name in dict.fromkeys(x.measurement for x in measured):
         rows = [checks.as_json(x._asdict()) for x in measured if x.measurement == name]
         yield {"measurement": name, "results": rows}

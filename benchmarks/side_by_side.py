@@ -83,7 +83,7 @@ def absent(subject: models.Subject) -> dict[str, str]:
     if not harness.is_installed("jax_privacy"):
         reasons["jax_privacy"] = "not installed; pip install jax-privacy"
     options = getattr(subject.make, "keywords", {})
-    if "heads" not in options or options.get("scan"):
+    if "heads" not in options:
         reasons["torch, Opacus"] = "this model is not written in PyTorch"
     elif packages := missing():
         reasons["torch, Opacus"] = f"not installed; pip install {' '.join(packages)}"

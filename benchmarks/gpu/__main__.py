@@ -20,8 +20,9 @@ r"""Runs what a GPU is needed for, in under twenty minutes, the most important f
 Each part is a process of its own with its own time limit, so that one that hangs,
 crashes or runs out of memory leaves the others alone. Every line is written to
 FOLDER/gpu.jsonl (benchmarks/results) as soon as it is known, and a last line for each
-part says how it ended. What is compiled for an H100 goes to gpu_programs.jsonl; of
-GPT-2 that is the most promising microbatch of every contender. Nobody else must use the
+part says how it ended. What is compiled for an H100 goes to gpu_programs.jsonl: the
+programs of the parts that compare contenders, and of GPT-2 the most promising
+microbatch of each. Nobody else must use the
 device, as times are measured.
 
 A machine without a network that has jax, its plugin for CUDA, flax, optax and scipy
@@ -87,7 +88,6 @@ def main() -> int:
     add("--out", type=pathlib.Path, default=harness.RESULTS)
     add("--tiny", action="store_true", help="small, on any machine")
     add("--compile-only", action="store_true", help="for an H100")
-    add("--scan", action="store_true", help="GPT-2's layers in a loop")
     add("--seconds", type=float, help="for each part")
     add("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -148,7 +148,6 @@ def _run_inside(args: argparse.Namespace) -> int:
         seconds=args.seconds,
         is_tiny=args.tiny,
         compile_only=args.compile_only,
-        scan=args.scan,
     )
     pkgutil.resolve_name(f"benchmarks.gpu.{PARTS[part].run}")(session)
     return 0

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import dpmp
 from benchmarks import harness
 from benchmarks.gpu import programs
-from benchmarks.gpu.programs import Program, Session
+from benchmarks.gpu.programs import Session
 from dpmp import devices, noise_addition
 from dpmp.tools.selfcheck import command
 from dpmp.tools.selfcheck._modes import dpmp_subjects
@@ -42,14 +42,6 @@ def run_products(session: Session) -> None:
     """Rates for several sizes, then what `dpmp.devices` says of the device."""
     sizes = (64,) if session.is_tiny else (8192, 4096, 2048, 16384)
     if session.compile_only:
-        made = {
-            f"product of {kind.name}, {size}": Program(
-                kind, (jax.ShapeDtypeStruct((size, size), kind.dtype),) * 2
-            )
-            for size in sizes
-            for kind in devices.KINDS
-        }
-        programs.compile_all(session, made)
         return
     for size in sizes:
         shapes = ((size, size), (size, size))

@@ -29,21 +29,8 @@ _RESOLUTIONS = (2**15 - 1, 2**22)
 
 
 def run(session: Session) -> None:
-    """Runs all checks, or compiles their programs."""
-    programs.run_checks(session, (exact_sums, contributions, noise), _programs)
-
-
-def _programs() -> dict[str, Program]:
-    batch = jax.eval_shape(lambda: _gradients(False, jnp.bfloat16))
-    example = jax.ShapeDtypeStruct((1, _num_entries(False)), jnp.float32)
-    return {
-        "exact sum": _exact_program(batch),
-        "exact sum, in microbatches": _exact_program(batch, 8),
-        "contribution": _exact_program(example),
-        "contribution, fine": _exact_program(example, resolution=_RESOLUTIONS[-1]),
-        "noise": _noise_program(2_000_000, 2**15),
-        "noise, fine": _noise_program(2_000_000, 2**20),
-    }
+    """Runs all checks."""
+    programs.run_checks(session, (exact_sums, contributions, noise))
 
 
 def _exact_program(

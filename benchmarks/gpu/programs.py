@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks import harness, roofline
+from benchmarks import harness
 
 # Of programs that must give the same result whenever they run: XLA then leaves out
 # what adds up in an order that the hardware chooses. (`xla_gpu_deterministic_ops` does
@@ -30,7 +30,6 @@ class Session:
     seconds: float  # that the part may take
     is_tiny: bool = False  # everything is run in a small size, on any device
     compile_only: bool = False  # for an H100, instead of running anything
-    scan: bool = False  # the layers of models are a loop
     started: float = field(default_factory=time.monotonic)
 
     def seconds_left(self) -> float:
@@ -40,10 +39,9 @@ class Session:
     def record(self, question: str, **figures: Any) -> None:
         """Writes a line at once, so that a run that is cut off keeps it."""
         name = "gpu_programs" if self.compile_only else "gpu"
-        flags = {"tiny": self.is_tiny, "scan": self.scan}
-        shown = {flag: True for flag, is_set in flags.items() if is_set}
+        size = {"tiny": True} if self.is_tiny else {}
         part = {"part": self.part, "question": question}
-        harness.append(self.folder, name, **part, **shown, **figures)
+        harness.append(self.folder, name, **part, **size, **figures)
 
 
 # --------------------------------------------------------------------------- findings
@@ -63,16 +61,10 @@ def finding(
 
 
 def run_checks(
-    session: Session,
-    checks: Sequence[Callable[[Session], Iterator[dict[str, Any]]]],
-    make_programs: Callable[[], Mapping[str, "Program"]],
+    session: Session, checks: Sequence[Callable[[Session], Iterator[dict[str, Any]]]]
 ) -> None:
-    """Writes a line for each finding of each check; a check that fails ends alone.
-
-    For an H100, these programs are compiled instead.
-    """
+    """Writes a line for each finding of each check; a check that fails ends alone."""
     if session.compile_only:
-        compile_all(session, make_programs())
         return
     for check in checks:
         name = getattr(check, "__name__", "")
@@ -123,9 +115,7 @@ def compile_program(
     compiled: Any = lowered.compile()
     compiled_at = time.perf_counter()
     memory = compiled.memory_analysis()
-    asked = roofline.costs_of(compiled.as_text()) if session.compile_only else None
     return compiled, {
-        **(asked.figures() if asked else {}),
         "lowering_seconds": round(lowered_at - start, 1),
         "compile_seconds": round(compiled_at - lowered_at, 1),
         "temp_megabytes": round(memory.temp_size_in_bytes / 1e6, 1),

@@ -108,7 +108,7 @@ def run_gpt2(session: Session) -> None:
     """Measures, or compiles, all contenders for the model of this part."""
     model = session.part
     setting = _TINY_SETTING if session.is_tiny else GPT2S[model]
-    shape = setting.shape._replace(scan=session.scan)
+    shape = setting.shape
 
     def make_args() -> tuple[Any, jax.Array]:
         keys = jax.random.split(jax.random.key(0))

@@ -18,13 +18,10 @@ COMMANDS = sorted(
 # The smallest sizes of all others take minutes: they compile models as they are.
 _QUICK = (
     "accuracy_by_noise",
-    "dtype_matmul",
-    "exactness_cost",
-    "import_time",
+    "large_runs",
     "least_noise",
     "sabotage",
     "canaries",
-    "sampling",
     "timing",
 )
 
@@ -67,5 +64,4 @@ def test_a_benchmark_runs_in_its_smallest_size(name, tmp_path, monkeypatch):
     lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
     figures = [json.loads(line) for line in lines]
     assert all(x["device"] == harness.device() for x in figures)
-    # A device need not have every dtype of `dtype_matmul`.
-    assert name == "dtype_matmul" or not any(x.get("refused") for x in figures)
+    assert not any(x.get("refused") for x in figures)

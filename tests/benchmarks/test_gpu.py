@@ -102,7 +102,7 @@ def test_a_check_that_fails_leaves_its_findings_and_the_other_checks(tmp_path):
         yield finding("largest contribution", 1, 1)
 
     session = Session(part="exact", folder=tmp_path, seconds=10, is_tiny=True)
-    run_checks(session, (breaks, holds), dict)
+    run_checks(session, (breaks, holds))
     lines = _lines(tmp_path)
     assert [line["passed"] for line in lines] == [False, False, True]
     assert lines[1]["error"] == "RuntimeError: out of memory"

@@ -54,7 +54,7 @@ def test_figures_of_pages_are_those_of_the_lines_and_no_others():
 
 def test_formulas_of_large_runs_are_those_of_compiled_programs():
     keys = ("devices", "parameters", "num_parameters")
-    wanted = {"part": "compiled", "compiled_for": "virtual CPUs", "lora": None}
+    wanted = {"compiled_for": "virtual CPUs", "lora": None}
     lines = [x for x in read("scaling", *keys, **wanted) if x["devices"] > 1]
     assert {x["devices"] for x in lines} == {8, 64, 256}
     for line in lines:
