@@ -10,7 +10,6 @@ the median ratio of the default's time to that of the fastest choice.
 
 import functools
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -131,16 +130,15 @@ def measure(
                 fn = subject.clipped_grad(**options, microbatch_size=size)
                 functions[f"{name}, {size}"] = fn
     _, seconds = _timing.measure(functions, rounds, *subject.args)
-    medians = {name: statistics.median(x) for name, x in seconds.items()}
+    measured = harness.Measured(seconds)
+    medians = measured.medians()
     best = min(medians.keys() - {"plain"}, key=medians.__getitem__)
     yield {
         "chosen": chosen,
         "best": best,
-        "regret": round(_timing.median_ratio(seconds["default"], seconds[best]), 2),
-        "over_plain": round(
-            _timing.median_ratio(seconds["default"], seconds["plain"]), 2
-        ),
-        "milliseconds": {name: round(1e3 * x, 2) for name, x in medians.items()},
+        "regret": measured.ratio("default", best),
+        "over_plain": measured.ratio("default", "plain"),
+        "milliseconds": measured.milliseconds(),
     }
 
 

@@ -42,19 +42,13 @@ class Each(NamedTuple):
     default: Sequence[Any] = ()  # all choices if this is empty
 
 
-def main(
-    benchmark: Callable[..., Lines],
-    *,
-    tiny: Mapping[str, Any],
-    times_compilation: bool = False,
-) -> None:
+def main(benchmark: Callable[..., Lines], *, tiny: Mapping[str, Any]) -> None:
     """Runs a benchmark from the command line, and appends a line for all it yields.
 
     Args:
       benchmark: its parameters are the flags, and the help is the docstring of its
         file. It is called for each combination of the flags marked by `Each`.
       tiny: flags for `--tiny`, which records nothing unless there is `--out FOLDER`.
-      times_compilation: whether programs must not come from jax's cache on the disk.
     """
     parser = argparse.ArgumentParser(
         description=benchmark.__globals__["__doc__"],
@@ -70,8 +64,6 @@ def main(
     is_tiny, out = flags.pop("tiny"), flags.pop("out")
     if is_tiny:
         flags |= tiny
-    if times_compilation:
-        jax.config.update("jax_enable_compilation_cache", False)
     folder = out or (None if is_tiny else RESULTS)
     several = {k: x for k, x in flags.items() if isinstance(x, list)}
     for values in itertools.product(*several.values()):

@@ -28,6 +28,7 @@ from dpmp.mechanism import DPSGD
 from dpmp.noise_addition import _privatizers
 from dpmp.precision import Policy
 from dpmp.tools import audit
+from dpmp.tools.audit import _canaries as _canaries_of_audits
 from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._noise import measure_noise
 from dpmp.tools.selfcheck._subjects import Sizes
@@ -127,61 +128,80 @@ def _selfcheck(seed: int) -> _Verdict:
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
+def _instead_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Fault]:
+    """Makes a fault of a function to call instead, which gets the real one first."""
+    real = getattr(owner, name)
+
+    def make(function: Callable[..., Any]) -> Fault:
+        def replaced(*args: Any, **options: Any) -> Any:
+            return function(real, *args, **options)
+
+        return lambda: mock.patch.object(owner, name, replaced)
+
+    return make
+
+
 def _noise(change: Callable[[Fraction], Fraction]) -> Fault:
     """Changes the standard deviation of the noise."""
-    real = _privatizers.add_noise
 
-    def add_noise(leaves: Any, stddev: Fraction, *others: Any) -> Any:
+    def add_noise(real: Any, leaves: Any, stddev: Fraction, *others: Any) -> Any:
         return real(leaves, change(stddev), *others)
 
-    return lambda: mock.patch.object(_privatizers, "add_noise", add_noise)
+    return _instead_of(_privatizers, "add_noise")(add_noise)
 
 
-def _no_noise() -> Any:
-    def add_noise(
-        leaves: Any, stddev: Any, key: Any, step: Any, past: Any = (), *_: Any
-    ):
-        del stddev, key, step
-        return [x.to_float() for x in leaves], past
+@_instead_of(_privatizers, "add_noise")
+def _no_noise(
+    real: Any, leaves: Any, stddev: Any, key: Any, step: Any, past: Any = (), *_: Any
+) -> Any:
+    del real, stddev, key, step
+    return [x.to_float() for x in leaves], past
 
-    return mock.patch.object(_privatizers, "add_noise", add_noise)
+
+@_instead_of(_privatizers, "add_noise")
+def _same_key(
+    real: Any, leaves: Any, stddev: Any, key: Any, step: Any, *others: Any
+) -> Any:
+    """Two steps have the same key."""
+    return real(leaves, stddev, 0 * key, step // 2, *others)
+
+
+@_instead_of(_privatizers, "add_noise")
+def _noise_in_bfloat16(real: Any, leaves: Any, *others: Any) -> Any:
+    noisy, past = real(leaves, *others)
+    pairs = zip(noisy, [x.to_float() for x in leaves], strict=True)
+    return [y + (x - y).astype(jnp.bfloat16).astype(y.dtype) for x, y in pairs], past
 
 
 def _coefficients(change: Callable[[jax.Array], jax.Array]) -> Fault:
     """Changes the factors that clip gradients."""
-    real = _clip_norms.coefficients
 
-    def coefficients(*args: Any) -> list[jax.Array]:
+    def coefficients(real: Any, *args: Any) -> list[jax.Array]:
         return [change(x) for x in real(*args)]
 
-    return lambda: mock.patch.object(_clip_norms, "coefficients", coefficients)
+    return _instead_of(_clip_norms, "coefficients")(coefficients)
 
 
-def _norm_in_bfloat16() -> Any:
+@_instead_of(_clip_norms, "coefficients")
+def _norm_in_bfloat16(real: Any, targets: Any, norms: Any, *others: Any) -> Any:
     """Norms are running sums in bfloat16, which stop to grow."""
-    real = _clip_norms.coefficients
-
-    def coefficients(targets: Any, norms: Any, stability: Any = None) -> Any:
-        # Adding the same small square stalls at 256 times this square.
-        largest = [256 * x.value / x.num_entries for x in norms]
-        stalled = [
-            x._replace(value=jnp.minimum(x.value, y), bound=None)
-            for x, y in zip(norms, largest, strict=True)
-        ]
-        return real(targets, stalled, stability)
-
-    return mock.patch.object(_clip_norms, "coefficients", coefficients)
+    # Adding the same small square stalls at 256 times this square.
+    largest = [256 * x.value / x.num_entries for x in norms]
+    stalled = [
+        x._replace(value=jnp.minimum(x.value, y), bound=None)
+        for x, y in zip(norms, largest, strict=True)
+    ]
+    return real(targets, stalled, *others)
 
 
 def _drawer(sampling: Any, change: Callable[..., np.ndarray]) -> Fault:
     """Changes the indices of batches: `change(indices, step, num_examples)`."""
-    real = sampling.drawer
 
-    def drawer(self: Any, num_examples: int, *, start: int = 0) -> Any:
+    def drawer(real: Any, self: Any, num_examples: int, *, start: int = 0) -> Any:
         draw = real(self, num_examples, start=start)
         return lambda step, key: change(draw(step, key), step, num_examples)
 
-    return lambda: mock.patch.object(sampling, "drawer", drawer)
+    return _instead_of(sampling, "drawer")(drawer)
 
 
 def _with_replacement(indices: np.ndarray, step: int, size: int) -> np.ndarray:
@@ -202,39 +222,11 @@ def _twice(indices: np.ndarray, step: int, size: int) -> np.ndarray:
     return np.union1d(indices, [7])
 
 
-def _same_key() -> Any:
-    """Two steps have the same key."""
-    real = _privatizers.add_noise
-
-    def add_noise(leaves: Any, stddev: Any, key: Any, step: Any, *others: Any) -> Any:
-        return real(leaves, stddev, 0 * key, step // 2, *others)
-
-    return mock.patch.object(_privatizers, "add_noise", add_noise)
-
-
-def _noise_in_bfloat16() -> Any:
-    real = _privatizers.add_noise
-
-    def add_noise(leaves: Any, *others: Any) -> Any:
-        noisy, past = real(leaves, *others)
-        sums = [x.to_float() for x in leaves]
-        pairs = zip(noisy, sums, strict=True)
-        return [
-            y + (x - y).astype(jnp.bfloat16).astype(y.dtype) for x, y in pairs
-        ], past
-
-    return mock.patch.object(_privatizers, "add_noise", add_noise)
-
-
-def _batch_statistics() -> Any:
+@_instead_of(Policy, "cast_inputs")
+def _batch_statistics(real: Any, self: Any, batch: Any) -> Any:
     """Features are centred in their batch."""
-    real = Policy.cast_inputs
-
-    def cast_inputs(self: Any, batch: Any) -> Any:
-        batch = real(self, batch)
-        return {**batch, "x": batch["x"] - jnp.mean(batch["x"], axis=0)}
-
-    return mock.patch.object(Policy, "cast_inputs", cast_inputs)
+    batch = real(self, batch)
+    return {**batch, "x": batch["x"] - jnp.mean(batch["x"], axis=0)}
 
 
 class _Scaled:
@@ -264,60 +256,46 @@ def _leaking_callbacks() -> dict[str, Any]:
 @contextlib.contextmanager
 def _exact_overflows() -> Iterator[None]:
     """The loss scale moves by the number of overflows without noise."""
-    real_sum, real_update = _step.Step._sum_sensitive, DynamicScale.update
     exact: list[jax.Array] = []
 
-    def sum_sensitive(self: Any, *args: Any) -> Any:
-        total, sensitive = real_sum(self, *args)
+    @_instead_of(_step.Step, "_sum_sensitive")
+    def sums(real: Any, self: Any, *args: Any) -> Any:
+        total, sensitive = real(self, *args)
         exact.append(total.num_overflows.to_float())
         return total, sensitive
 
-    def update(self: Any, state: Any, count: Any, *, stddev: float) -> Any:
+    @_instead_of(DynamicScale, "update")
+    def updates(real: Any, self: Any, state: Any, count: Any, *, stddev: float) -> Any:
         del count
-        return real_update(self, state, exact[-1] * 1e6, stddev=stddev)
+        return real(self, state, exact[-1] * 1e6, stddev=stddev)
 
-    with (
-        mock.patch.object(_step.Step, "_sum_sensitive", sum_sensitive),
-        mock.patch.object(DynamicScale, "update", update),
-    ):
+    with sums(), updates():
         yield
 
 
-def _mean_of_batch() -> Any:
+@_instead_of(_step.Step, "_sum_sensitive")
+def _mean_of_batch(real: Any, self: Any, *args: Any) -> Any:
     """The sum is divided by the size of the batch, and not by its expectation."""
-    real = _step.Step._sum_sensitive
-
-    def sum_sensitive(self: Any, *args: Any) -> Any:
-        total, sensitive = real(self, *args)
-        share = self.mechanism.expected_batch_size / jnp.sum(
-            ~args[4], dtype=jnp.float32
-        )
-        grads = jax.tree.map(lambda x: x * share, total.sum_of_clipped_grads)
-        return total._replace(sum_of_clipped_grads=grads), sensitive
-
-    return mock.patch.object(_step.Step, "_sum_sensitive", sum_sensitive)
+    total, sensitive = real(self, *args)
+    size = jnp.sum(~args[4], dtype=jnp.float32)
+    share = self.mechanism.expected_batch_size / size
+    grads = jax.tree.map(lambda x: x * share, total.sum_of_clipped_grads)
+    return total._replace(sum_of_clipped_grads=grads), sensitive
 
 
-def _one_step_more() -> Any:
+@_instead_of(_canaries_of_audits, "DPTrainer")
+def _one_step_more(real: Any, *, mechanism: DPSGD, **others: Any) -> dpmp.DPTrainer:
     """The trainer makes one step more than the claim is for."""
-
-    def trainer(*, mechanism: DPSGD, **others: Any) -> dpmp.DPTrainer:
-        iterations = mechanism.iterations + 1
-        mechanism = dataclasses.replace(mechanism, iterations=iterations)
-        return dpmp.DPTrainer(mechanism=mechanism, **others)
-
-    return mock.patch("dpmp.tools.audit._canaries.DPTrainer", trainer)
+    iterations = mechanism.iterations + 1
+    mechanism = dataclasses.replace(mechanism, iterations=iterations)
+    return real(mechanism=mechanism, **others)
 
 
-def _delta_of_few() -> Any:
+@_instead_of(DPSGD, "calibrate")
+def _delta_of_few(real: Any, self: Any, *, epsilon: float, delta: float) -> DPSGD:
     """Delta is chosen for a dataset of a thousandth of the size."""
-    real = DPSGD.calibrate
-
-    def calibrate(self: Any, *, epsilon: float, delta: float) -> DPSGD:
-        with warnings.catch_warnings(action="ignore"):
-            return real(self, epsilon=epsilon, delta=1000 * delta)
-
-    return mock.patch.object(DPSGD, "calibrate", calibrate)
+    with warnings.catch_warnings(action="ignore"):
+        return real(self, epsilon=epsilon, delta=1000 * delta)
 
 
 class Sabotage(NamedTuple):
