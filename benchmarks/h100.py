@@ -6,7 +6,6 @@ chosen on one. It needs the plugin of jax for CUDA, of the version of jax:
     pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt
 """
 
-import functools
 import os
 import pathlib
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
-import jax
 from jax.experimental import topologies
 
 from benchmarks import harness
@@ -29,8 +27,7 @@ _H100 = pathlib.Path(__file__).with_suffix(".textproto")
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
-@functools.cache
-def topology(name: str = "1x1x1") -> Any:
+def topology(name: str) -> Any:
     """Devices that are not there: slices x hosts x devices of a host."""
     if not harness.is_installed("jax_cuda12_plugin"):
         raise SystemExit(
@@ -39,18 +36,4 @@ def topology(name: str = "1x1x1") -> Any:
         )
     return topologies.get_topology_desc(
         platform="cuda", target_config=_H100.read_text(), topology=name
-    )
-
-
-def device_kind() -> str:
-    """What programs are compiled for, for result lines."""
-    return topology().devices[0].device_kind
-
-
-def place(tree: Any) -> Any:
-    """The shapes of arrays, on that device."""
-    mesh = topologies.make_mesh(topology(), (1,), ("devices",))
-    sharding = jax.NamedSharding(mesh, jax.P())
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
     )

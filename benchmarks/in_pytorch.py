@@ -5,7 +5,7 @@ pip install '.[peers]'
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +17,8 @@ from opacus.utils.uniform_sampler import (  # pyright: ignore[reportMissingImpor
 )
 from torch import nn  # pyright: ignore[reportMissingImports]
 
-from dpmp import lora
-from examples import llm
-
 if TYPE_CHECKING:
-    from benchmarks import spam_filter, utility
+    from benchmarks import utility
 
 
 def _tensor(x: Any) -> torch.Tensor:
@@ -154,154 +151,51 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
-# ------------------------------------------- the networks of `utility`, `spam_filter`
+# ------------------------------------------------------------ the models of `utility`
 
 
-def digits_module(initial: Any) -> nn.Module:
-    """The network of `benchmarks/utility.py` with these parameters."""
-    layers = [_linear(initial[x], initial[f"{x}_bias"]) for x in ("hidden", "out")]
-    return nn.Sequential(layers[0], nn.Tanh(), layers[1])
+def classifier(initial: Any) -> nn.Module:
+    """The model of `benchmarks/utility.py` with these parameters."""
+    out = _linear(initial["out"], initial["out_bias"])
+    if "hidden" in initial:
+        hidden = _linear(initial["hidden"], initial["hidden_bias"])
+        return nn.Sequential(hidden, nn.Tanh(), out)
+    return nn.Sequential(out, nn.ConstantPad1d((1, 0), 0.0))
 
 
-def train_digits(run: "utility.Run") -> dict[str, Any]:
+def train_classifier(run: "utility.Run") -> dict[str, Any]:
     """The parameters after training, with the names and axes of `run.initial`."""
-    from benchmarks.utility import BATCH_SIZE, CLIP_NORM
+    from benchmarks.utility import CLIP_NORM
 
-    module = opacus.GradSampleModule(digits_module(run.initial))
+    mechanism, setting = run.mechanism, run.setting
+    module = opacus.GradSampleModule(classifier(run.initial))
+    adam = torch.optim.Adam(
+        module.parameters(), lr=setting.learning_rate, betas=(0.9, setting.b2)
+    )
     optimizer = DPOptimizer(
-        torch.optim.Adam(module.parameters(), lr=run.learning_rate),
-        noise_multiplier=run.mechanism.noise_multiplier,
+        adam,
+        noise_multiplier=mechanism.noise_multiplier,
         max_grad_norm=CLIP_NORM,
-        expected_batch_size=BATCH_SIZE,
+        expected_batch_size=setting.batch_size,
         generator=torch.Generator().manual_seed(run.seed),
     )
-    image, label = (torch.from_numpy(run.data[x]) for x in ("image", "label"))
-    for chosen in _batches(run.mechanism, run.seed):
+    batches = UniformWithReplacementSampler(
+        num_samples=mechanism.num_examples,
+        sample_rate=mechanism.sampling_prob,
+        generator=torch.Generator().manual_seed(run.seed),
+        steps=mechanism.iterations,
+    )
+    features, label = (torch.from_numpy(run.data[x]) for x in ("features", "label"))
+    for step, chosen in enumerate(batches):
+        if setting.decays:
+            share = 1 - step / mechanism.iterations
+            adam.param_groups[0]["lr"] = share * setting.learning_rate
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(module(image[chosen]), label[chosen].long())
-        loss.backward()
+        found = module(features[chosen])
+        nn.functional.cross_entropy(found, label[chosen].long()).backward()
         optimizer.step()
     weights = [x.detach().numpy() for x in module.parameters()]
     return {
         name: x.T if x.ndim == 2 else x
         for name, x in zip(run.initial, weights, strict=True)
     }
-
-
-def _batches(mechanism: Any, seed: int) -> Iterator[list[int]]:
-    """The indices of each batch."""
-    return iter(
-        UniformWithReplacementSampler(
-            num_samples=mechanism.num_examples,
-            sample_rate=mechanism.sampling_prob,
-            generator=torch.Generator().manual_seed(seed),
-            steps=mechanism.iterations,
-        )
-    )
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer, and the factors of its change."""
-
-    def __init__(self, frozen: nn.Linear, a: np.ndarray, b: np.ndarray):
-        super().__init__()
-        self.frozen, self.a, self.b = frozen, _linear(a), _linear(b)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From (..., inputs) to (..., outputs)."""
-        return self.frozen(x) + self.b(self.a(x))
-
-
-class Filter(nn.Module):
-    """A head on vectors of texts, which an encoder computes if there is one."""
-
-    def __init__(self, head: dict[str, Any], encoder: nn.Module | None):
-        super().__init__()
-        self.encoder = encoder
-        kernel = np.asarray(head["kernel"])[:, None]
-        self.head = _linear(kernel, np.asarray(head["bias"])[None])
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The logits of a batch."""
-        vectors = batch["vectors"]
-        if self.encoder is not None:
-            mask = batch["is_token"]
-            found = self.encoder(batch["tokens"].long(), attention_mask=mask.long())
-            total = (found.last_hidden_state * mask[..., None]).sum(1)
-            vectors = nn.functional.normalize(total, dim=-1)
-        return self.head(vectors)[..., 0]
-
-
-def _encoder(adapters: lora.Adapters) -> nn.Module:
-    """The frozen BERT with adapters in it, and without dropout."""
-    import transformers  # pyright: ignore[reportMissingImports]
-
-    from benchmarks.spam_filter import model_folder
-
-    encoder = transformers.AutoModel.from_pretrained(
-        model_folder(),
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        add_pooling_layer=False,
-    ).requires_grad_(False)
-    assert adapters.scale == 1
-    for path, factors in adapters.factors.items():
-        for layer, (a, b) in enumerate(zip(*map(np.asarray, factors), strict=True)):
-            name = llm.huggingface_name(path, layer, "bert")
-            frozen = encoder.get_submodule(name)
-            encoder.set_submodule(name, Adapted(frozen, a, b))
-    return encoder
-
-
-def train_filter(run: "spam_filter.Run") -> np.ndarray:
-    """The logits of held-out e-mails after training."""
-    adapters = run.initial.get("adapters")
-    encoder = None if adapters is None else _encoder(adapters)
-    module = opacus.GradSampleModule(Filter(run.initial["head"], encoder), strict=False)
-    optimizer = _optimizer_of_filter(run, module)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for step, chosen in enumerate(_batches(run.mechanism, run.seed)):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * (1 - step / run.settings.steps)
-        parts = _parts(np.array(chosen), run.settings.microbatch_size)
-        _step(module, optimizer, [_take(run.data, part) for part in parts])
-    module.eval()
-    with torch.no_grad():
-        indices = np.arange(len(run.held_out["is_spam"]))
-        parts = [module(_take(run.held_out, x)) for x in _parts(indices, 32)]
-    return torch.cat(parts).numpy()
-
-
-def _optimizer_of_filter(run: "spam_filter.Run", module: nn.Module) -> DPOptimizer:
-    named = [(name, x) for name, x in module.named_parameters() if x.requires_grad]
-    of_head = [x for name, x in named if "head" in name]
-    of_adapters = [x for name, x in named if "head" not in name]
-    groups = [{"params": of_head, "lr": run.settings.head_rate}]
-    if of_adapters:
-        groups.append({"params": of_adapters, "lr": run.settings.adapter_rate})
-    return DPOptimizer(
-        torch.optim.Adam(groups, betas=(0.9, run.settings.b2)),
-        noise_multiplier=run.mechanism.noise_multiplier,
-        # Without privacy, no gradient is as long as this.
-        max_grad_norm=run.settings.l2_clip_norm if run.mechanism.is_private else 1e9,
-        expected_batch_size=run.settings.batch_size,
-        generator=torch.Generator().manual_seed(run.seed),
-    )
-
-
-def _step(module: nn.Module, optimizer: DPOptimizer, parts: list[Any]) -> None:
-    """One step of DP-SGD in microbatches."""
-    for number, batch in enumerate(parts, 1):
-        optimizer.zero_grad()
-        optimizer.signal_skip_step(do_skip=number < len(parts))
-        loss_fn = nn.functional.binary_cross_entropy_with_logits
-        loss_fn(module(batch), batch["is_spam"]).backward()
-        optimizer.step()
-
-
-def _parts(indices: np.ndarray, size: int) -> list[np.ndarray]:
-    return [indices[i : i + size] for i in range(0, len(indices), size)]
-
-
-def _take(data: Any, indices: np.ndarray) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(x[indices]) for name, x in data.items()}

@@ -2,15 +2,12 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.harness import RESULTS
 
 Line = dict[str, Any]
-
-# An arithmetic that earlier lines have measured, and that dpmp has no longer.
-_RETIRED = "float32x2"
 
 
 def read(benchmark: str, *keys: str, **wanted: Any) -> list[Line]:
@@ -21,29 +18,12 @@ def read(benchmark: str, *keys: str, **wanted: Any) -> list[Line]:
     """
     last: dict[tuple[str, ...], Line] = {}
     for text in (RESULTS / f"{benchmark}.jsonl").read_text().splitlines():
-        line = _without_retired(json.loads(text))
+        line = json.loads(text)
         is_wanted = all(line.get(name) == value for name, value in wanted.items())
         if is_wanted and "remark" not in line:
             line["processor"] = line["device"].partition(",")[0]
             last[tuple(repr(line.get(key)) for key in keys)] = line
     return list(last.values())
-
-
-def _without_retired(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {k: _without_retired(v) for k, v in x.items() if _RETIRED not in k}
-    if isinstance(x, list):
-        return [
-            _without_retired(v)
-            for v in x
-            if not (isinstance(v, dict) and _RETIRED in str(v))
-        ]
-    return x
-
-
-def each(lines: Iterable[Line], field: str) -> Iterator[Line]:
-    """A row for each name in a field."""
-    return ({**x, "name": name} for x in lines for name in x[field])
 
 
 def pivot(lines: Iterable[Line], row: str, column: str, value: str) -> Iterable[Line]:

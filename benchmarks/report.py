@@ -5,7 +5,6 @@
 The sections of the page are in tables.toml:
 
     title, benchmark    the heading, and the name of the benchmark
-    command             what measures, if it has another name
     text                with fields of the first line in braces, or `WORDS`
     parts               texts, and tables of the lines of the benchmark
 
@@ -14,7 +13,6 @@ and a table has
     keys       of lines that answer the same question, the last one counts: these fields
                say what the question is
     wanted     what a line has to have
-    each       a field that has names: a row for each of them, instead of these lines
     pivot      the arguments of `markdown.pivot`, whose rows there are instead
     rows       the name of a function of lines in `ROWS`, which gives other rows
     columns    see `markdown.table_of`
@@ -33,7 +31,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks import needs
-from benchmarks.markdown import Line, each, pivot, read, table_of
+from benchmarks.markdown import Line, pivot, read, table_of
 
 PAGE = pathlib.Path(__file__).with_name("README.md")
 PLAN = PAGE.parents[1] / "docs" / "past_one_machine.md"
@@ -72,8 +70,7 @@ def _section(section: dict[str, Any]) -> str:
         f"{device}, jax {jax}, {day}"
         for device, jax, day in sorted(measured, reverse=True)
     )
-    command = section.get("command", benchmark)
-    command = f"`python -m benchmarks.{command}` ({where})"
+    command = f"`python -m benchmarks.{benchmark}` ({where})"
     return "\n\n".join([f"## {section['title']}", text, command, *parts]) + "\n"
 
 
@@ -96,8 +93,6 @@ def _tables(part: dict[str, Any], lines: list[Line]) -> list[str]:
 
 
 def _rows(part: dict[str, Any], lines: list[Line]) -> list[Line]:
-    if "each" in part:
-        return [*each(lines, part["each"])]
     if "pivot" in part:
         return [*pivot(lines, **part["pivot"])]
     return [*ROWS[part["rows"]](lines)] if "rows" in part else lines
@@ -126,11 +121,12 @@ _DEFAULT_PEER = "jax_privacy, at once"
 
 def _steps(lines: list[Line]) -> Iterable[Line]:
     """Steps with their times over that of others in the same framework."""
-    for x in each(lines, "milliseconds"):
-        is_torch = x["name"].startswith(("torch", "Opacus"))
-        prefix, ratios = "torch, " if is_torch else "", x["time_over"]
-        over = {k: ratios.get(prefix + k, {}).get(x["name"]) for k in ratios}
-        yield {**x, "over": over}
+    for x in lines:
+        for name in x["milliseconds"]:
+            is_torch = name.startswith(("torch", "Opacus"))
+            prefix, ratios = "torch, " if is_torch else "", x["time_over"]
+            over = {k: ratios.get(prefix + k, {}).get(name) for k in ratios}
+            yield {**x, "name": name, "over": over}
 
 
 def _fastest(lines: list[Line]) -> Iterable[Line]:

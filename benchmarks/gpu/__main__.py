@@ -3,7 +3,6 @@ r"""Runs what a GPU is needed for, in under twenty minutes, the most important f
     python -m benchmarks.gpu                        # all parts
     python -m benchmarks.gpu --part exact bounded --out FOLDER
     python -m benchmarks.gpu --tiny                 # a rehearsal, on any machine
-    python -m benchmarks.gpu --compile-only         # for an H100 (see h100.py)
 
     exact       do exact sums and noise keep their promises, on shapes of real models
     bounded     the same of "bounded" sums, and of the norms of book-keeping
@@ -20,10 +19,7 @@ r"""Runs what a GPU is needed for, in under twenty minutes, the most important f
 Each part is a process of its own with its own time limit, so that one that hangs,
 crashes or runs out of memory leaves the others alone. Every line is written to
 FOLDER/gpu.jsonl (benchmarks/results) as soon as it is known, and a last line for each
-part says how it ended. What is compiled for an H100 goes to gpu_programs.jsonl: the
-programs of the parts that compare contenders, and of GPT-2 the most promising
-microbatch of each. Nobody else must use the
-device, as times are measured.
+part says how it ended. Nobody else must use the device, as times are measured.
 
 A machine without a network that has jax, its plugin for CUDA, flax, optax and scipy
 lacks dp-accounting, which takes dm-tree, absl-py, attrs, mpmath and wrapt. What is not
@@ -87,7 +83,6 @@ def main() -> int:
     add("--part", nargs="+", choices=PARTS, default=[*PARTS])
     add("--out", type=pathlib.Path, default=harness.RESULTS)
     add("--tiny", action="store_true", help="small, on any machine")
-    add("--compile-only", action="store_true", help="for an H100")
     add("--seconds", type=float, help="for each part")
     add("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -95,12 +90,12 @@ def main() -> int:
         return _run_inside(args)
     outcomes = []
     for part in args.part:
-        seconds = args.seconds or (3600.0 if args.compile_only else PARTS[part].seconds)
+        seconds = args.seconds or PARTS[part].seconds
         # Later flags count.
         flags = [*sys.argv[1:], "--part", part, "--seconds", str(seconds), "--inside"]
         command = [sys.executable, "-m", "benchmarks.gpu", *flags]
         environment = {**os.environ, **PARTS[part].environment}
-        if args.tiny and not args.compile_only:
+        if args.tiny:
             environment["JAX_PLATFORMS"] = "cpu"
         outcomes.append(run_part(part, command, seconds, args.out, environment))
     return int(any(outcome != "ended" for outcome in outcomes))
@@ -126,20 +121,15 @@ def run_part(
 
 def _run_inside(args: argparse.Namespace) -> int:
     """Runs one part here."""
-    if args.compile_only:
-        from benchmarks import h100  # before a backend starts
-
-        print(f"for {h100.device_kind()}")
     import jax
 
     from benchmarks.gpu.programs import Session
 
     (part,) = args.part
-    is_rehearsal = args.tiny or args.compile_only
-    if not is_rehearsal and jax.default_backend() == "cpu":
+    if not args.tiny and jax.default_backend() == "cpu":
         sys.stderr.write(
             "This benchmark needs a GPU; jax finds only a CPU. "
-            "Use --tiny to rehearse it, or --compile-only.\n"
+            "Use --tiny to rehearse it.\n"
         )
         return _DEVICE_IS_MISSING
     session = Session(
@@ -147,7 +137,6 @@ def _run_inside(args: argparse.Namespace) -> int:
         folder=args.out,
         seconds=args.seconds,
         is_tiny=args.tiny,
-        compile_only=args.compile_only,
     )
     pkgutil.resolve_name(f"benchmarks.gpu.{PARTS[part].run}")(session)
     return 0

@@ -1,7 +1,7 @@
 """What the parts of the GPU benchmark do: compile programs, run them, and write lines.
 
-Programs are compiled for the device at hand or for an H100, and run with care: a part
-has its time, and a program that fails leaves the others alone.
+Programs are run with care: a part has its time, and a program that fails leaves the
+others alone.
 """
 
 import functools
@@ -29,7 +29,6 @@ class Session:
     folder: pathlib.Path  # of the file gpu.jsonl
     seconds: float  # that the part may take
     is_tiny: bool = False  # everything is run in a small size, on any device
-    compile_only: bool = False  # for an H100, instead of running anything
     started: float = field(default_factory=time.monotonic)
 
     def seconds_left(self) -> float:
@@ -38,10 +37,9 @@ class Session:
 
     def record(self, question: str, **figures: Any) -> None:
         """Writes a line at once, so that a run that is cut off keeps it."""
-        name = "gpu_programs" if self.compile_only else "gpu"
         size = {"tiny": True} if self.is_tiny else {}
         part = {"part": self.part, "question": question}
-        harness.append(self.folder, name, **part, **size, **figures)
+        harness.append(self.folder, "gpu", **part, **size, **figures)
 
 
 # --------------------------------------------------------------------------- findings
@@ -64,8 +62,6 @@ def run_checks(
     session: Session, checks: Sequence[Callable[[Session], Iterator[dict[str, Any]]]]
 ) -> None:
     """Writes a line for each finding of each check; a check that fails ends alone."""
-    if session.compile_only:
-        return
     for check in checks:
         name = getattr(check, "__name__", "")
         try:
@@ -97,20 +93,11 @@ class Program(NamedTuple):
         return jax.jit(lambda *xs: self.fun(*xs), compiler_options=options)
 
 
-def compile_program(
-    session: Session, program: Program
-) -> tuple[Callable[..., Any], dict[str, float]]:
-    """Compiles for the device at hand, or for an H100; with figures of what it took."""
-    if session.compile_only:
-        from benchmarks import h100
-
-        shapes = h100.place(program.args)
-        options = {**program.options, **h100.OPTIONS}
-        jitted = jax.jit(lambda *xs: program.fun(*xs), compiler_options=options)
-    else:
-        shapes, jitted = jax.eval_shape(lambda *xs: xs, *program.args), program.jitted()
+def compile_program(program: Program) -> tuple[Callable[..., Any], dict[str, float]]:
+    """Compiles for the device at hand, with figures of what it took."""
+    shapes = jax.eval_shape(lambda *xs: xs, *program.args)
     start = time.perf_counter()
-    lowered: Any = jitted.lower(*shapes)
+    lowered: Any = program.jitted().lower(*shapes)
     lowered_at = time.perf_counter()
     compiled: Any = lowered.compile()
     compiled_at = time.perf_counter()
@@ -122,19 +109,6 @@ def compile_program(
         "argument_megabytes": round(memory.argument_size_in_bytes / 1e6, 1),
         "output_megabytes": round(memory.output_size_in_bytes / 1e6, 1),
     }
-
-
-def compile_all(session: Session, programs: Mapping[str, Program]) -> None:
-    """Compiles programs for an H100, with a line for each."""
-    from benchmarks import h100
-
-    for name, program in programs.items():
-        try:
-            _, figures = compile_program(session, program)
-        except Exception as error:  # the others may compile
-            figures = {"error": _message(error)}
-        kind = h100.device_kind()
-        session.record("program", compiled_for=kind, name=name, **figures)
 
 
 def _try_all(
@@ -151,7 +125,7 @@ def _try_all(
             continue
         start, call, seconds = time.monotonic(), None, 0.0
         try:
-            run, figures = compile_program(session, program)
+            run, figures = compile_program(program)
             call = functools.partial(run, *program.args)
             before = _peak_bytes()
             seconds_of(call)
@@ -183,35 +157,27 @@ def compare(
     kind: Callable[[str], str] = lambda name: name,
     rounds: int = 10,
     has_early_lines: bool = False,
-    prefix: str = "",
     more: Callable[[dict[str, float]], dict[str, Any]] = lambda milliseconds: {},
 ) -> None:
-    """Tries functions, and times the fastest of each kind in turn; or compiles them.
+    """Tries functions, and times the fastest of each kind in turn.
 
     Args:
       session: the part.
-      functions: by name, the most important first. For an H100, only the first one of
-        each kind is compiled, and all "bounded" ones.
+      functions: by name, the most important first.
       make_args: the arguments of all of them.
       reference: the name of the one that the others are compared with.
       kind: of a program with this name.
       rounds: in which all run in turn.
       has_early_lines: whether there is a line whenever the fastest of a kind changed,
         so that a run that is cut off has one.
-      prefix: of the names of what is compiled for an H100.
       more: figures of a line that follow from the milliseconds.
     """
-    args = jax.eval_shape(make_args) if session.compile_only else make_args()
+    args = make_args()
     programs = {
         # What is proved of "bounded" sums takes sums that are the same at every run.
         name: Program(fun, args, REPEATABLE if "bounded" in name else {})
         for name, fun in functions.items()
     }
-    if session.compile_only:
-        first = {kind(name): name for name in [*programs][::-1]}.values()
-        chosen = [x for x in programs if x in first or "bounded" in x]
-        compile_all(session, {prefix + x: programs[x] for x in chosen})
-        return
 
     def time_best(rounds: int) -> None:
         some = {name: calls[name] for name in best.values()}

@@ -34,7 +34,6 @@ from benchmarks.gpu.programs import Session
 from benchmarks.models import GPT2, TINY_GPT2
 from dpmp import lora
 from dpmp.numerics import ExactSums
-from dpmp.programs import float8
 from examples import llm
 from examples.llm import pretrained
 from examples.llm._config import Config
@@ -105,7 +104,7 @@ def _grad_fns(setting: Setting, loss_fn: Any) -> dict[str, Callable[..., Any]]:
 
 
 def run_gpt2(session: Session) -> None:
-    """Measures, or compiles, all contenders for the model of this part."""
+    """Measures all contenders for the model of this part."""
     model = session.part
     setting = _TINY_SETTING if session.is_tiny else GPT2S[model]
     shape = setting.shape
@@ -141,7 +140,6 @@ def run_gpt2(session: Session) -> None:
         kind=lambda name: name.rpartition(", ")[0],
         rounds=20,
         has_early_lines=True,
-        prefix=f"GPT-2 {model}, ",
         more=more,
     )
 
@@ -180,7 +178,7 @@ _OPERATIONS = {"LoRA": 4, "full": 6}
 
 
 def run_decoder(session: Session) -> None:
-    """Measures, or compiles, all contenders for the model of this part.
+    """Measures all contenders for the model of this part.
 
     "share_of_peak" is the rate at which the operations of the model are done, over that
     of a large product of bfloat16 matrices.
@@ -190,7 +188,7 @@ def run_decoder(session: Session) -> None:
     make_args = functools.partial(_random_arguments, subject)
     _, shapes = pretrained.define(subject.config)
     num_parameters = sum(x.size for x in jax.tree.leaves(shapes))
-    rate = 1.0 if session.compile_only else _rate_of_products(session)
+    rate = _rate_of_products(session)
 
     def more(trained: str, milliseconds: dict[str, float]) -> dict[str, Any]:
         tokens = subject.batch_size * subject.length
@@ -213,7 +211,6 @@ def run_decoder(session: Session) -> None:
             _steps_of_decoder(subject, trained),
             make_args,
             reference=f"{trained}, plain",
-            prefix=f"{model}, ",
             more=functools.partial(more, trained),
         )
 
@@ -282,8 +279,6 @@ _ENGINES: dict[str, Callable[..., Any]] = {
 def run_float8(session: Session) -> None:
     """Steps; the products are in the part "products"."""
     shape, size = (TINY_GPT2, (4, 8)) if session.is_tiny else (_WIDE, (32, 256))
-    if session.compile_only:
-        float8.is_native = lambda: True  # as it is on an H100
 
     def make_args() -> tuple[Any, jax.Array]:
         key = jax.random.key(0)

@@ -40,7 +40,7 @@ def test_pages_are_made_from_lines_and_formulas():
 
 def test_figures_of_pages_are_those_of_the_lines_and_no_others():
     texts = {page: _prose(page) for page in PAGES}
-    for x in (*figures.measured(), *figures.NOT_MEASURED):
+    for x in figures.passages():
         passage = _words(x.text)
         assert passage in _prose(x.page), f"{x.page} should have {passage!r}"
         texts[x.page] = texts[x.page].replace(passage, "")
@@ -49,7 +49,7 @@ def test_figures_of_pages_are_those_of_the_lines_and_no_others():
         for page, text in texts.items()
         for m in _FIGURE.finditer(text)
     ]
-    assert not unknown, "add the passages of these pages to benchmarks/figures.py"
+    assert not unknown, "add the passages of these pages to benchmarks/figures.toml"
 
 
 def test_formulas_of_large_runs_are_those_of_compiled_programs():

@@ -22,13 +22,14 @@ def test_every_library_trains_or_is_named_as_missing(library):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("opacus"), reason="needs Opacus")
-def test_the_network_of_torch_is_the_same():
+def test_the_models_of_torch_are_the_same():
     import torch
 
     from benchmarks import in_pytorch
 
-    _, batch = utility.load(utility.IMAGES["digits"], 0)
-    params = utility.initial_params(64, 0)
-    found = in_pytorch.digits_module(params)(torch.from_numpy(batch["image"]))
-    expected = utility.logits(params, batch["image"])
-    np.testing.assert_allclose(found.detach(), expected, rtol=1e-4, atol=1e-5)
+    _, batch = utility.digits(0)
+    for make in (utility.network, utility.linear):
+        params = make(64, 0)
+        found = in_pytorch.classifier(params)(torch.from_numpy(batch["features"]))
+        expected = utility.logits(params, batch["features"])
+        np.testing.assert_allclose(found.detach(), expected, rtol=1e-4, atol=1e-5)
