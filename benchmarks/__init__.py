@@ -1,1 +1,1 @@
-"""Benchmarks. Each file asks one question: `python -m benchmarks.clipping`."""
+"""Benchmarks. Each file asks one question: `python -m benchmarks.side_by_side`."""

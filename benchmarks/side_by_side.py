@@ -26,7 +26,7 @@ All steps of SmolLM2 together need more memory than most machines have. The patt
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -59,11 +59,11 @@ def contenders(
     }
     for kind, sizes in _DPMP.items():
         make = functools.partial(steps.of_dpmp, task, policy, *kind)
-        made |= steps.in_sizes(f"dpmp {' '.join(kind)}", make, sizes)
+        made |= _in_sizes(f"dpmp {' '.join(kind)}", make, sizes)
     left_out = absent(subject)
     if "jax_privacy" not in left_out:
         make = functools.partial(steps.of_jax_privacy, task, policy)
-        made |= steps.in_sizes("jax_privacy", make, _JAX_PRIVACY)
+        made |= _in_sizes("jax_privacy", make, _JAX_PRIVACY)
     if "torch, Opacus" not in left_out:
         from benchmarks import in_pytorch
 
@@ -75,6 +75,16 @@ def contenders(
         )
         made |= {k: lambda make=x: Step(make()) for k, x in in_torch.items()}
     return made
+
+
+def _in_sizes(
+    kind: str, make: Callable[..., Step], sizes: Sequence[int | None]
+) -> dict[str, Callable[[], Step]]:
+    """One kind of contender in several microbatch sizes, by name."""
+    return {
+        f"{kind}, {size or 'at once'}": functools.partial(make, microbatch_size=size)
+        for size in sizes
+    }
 
 
 def absent(subject: models.Subject) -> dict[str, str]:

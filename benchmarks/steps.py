@@ -4,11 +4,10 @@ A step has the gradients, clipping and noise if it is private, and Adam, for flo
 parameters. Its loss runs in the dtypes of a policy of dpmp.
 """
 
-import functools
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from dpmp.engines.book_keeping import _linalg
 from dpmp.numerics._arithmetic import parse_arithmetic
 
 GradFn = Callable[[Any, Any], Any]
-Made = TypeVar("Made")
 
 
 class Step(NamedTuple):
@@ -32,16 +30,6 @@ class Step(NamedTuple):
     run: Callable[[], Any]  # makes one step and returns what to wait for
     temp_bytes: int | None = None  # besides arguments and results
     compile_seconds: float | None = None  # with tracing
-
-
-def in_sizes(
-    kind: str, make: Callable[..., Made], sizes: Sequence[int | None]
-) -> dict[str, Callable[[], Made]]:
-    """Calls that make one kind of contender for several microbatch sizes, by name."""
-    return {
-        f"{kind}, {size or 'at once'}": functools.partial(make, microbatch_size=size)
-        for size in sizes
-    }
 
 
 def measure(
@@ -105,16 +93,13 @@ def of_gradients(
     return _compiled(jax.jit(step, donate_argnums=0), state, task.batch)
 
 
-def make_trainer(
-    loss_fn: Any, policy: Any, prng_key: jax.Array | None = None, **options: Any
-) -> dpmp.DPTrainer:
+def make_trainer(loss_fn: Any, policy: Any, **options: Any) -> dpmp.DPTrainer:
     """A trainer with Adam, and with these options of its mechanism."""
     return dpmp.DPTrainer(
         mechanism=dpmp.DPSGD(l2_clip_norm=1.0, noise_multiplier=1.0, **options),
         loss_fn=loss_fn,
         optimizer=optax.adam(1e-3),
         policy=policy,
-        prng_key=prng_key,
     )
 
 
