@@ -1,6 +1,5 @@
 import functools
 import math
-import time
 from fractions import Fraction
 from typing import Any
 
@@ -8,8 +7,6 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import pld, rdp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import optimize, stats
 
 from dpmp import accounting
@@ -132,16 +129,13 @@ def test_chosen_size_is_the_smallest_rarely_exceeded(
 
 def test_agrees_with_dp_accounting_on_a_fine_grid():
     # dp_accounting 0.6 at intervals 1e-4, 5e-5 and 3e-5: 2.1245225, 2.1245170 and
-    # 2.1245158, an error that falls with the square, to 2.1245151. At interval
-    # 1e-3 it is the 2.12525144 that is quoted elsewhere.
+    # 2.1245158, an error that falls with the square, to 2.1245151.
     event = run(1.0, 1000, 0.01)
     guarantee = accounting.get_epsilon(event, delta=1e-6)
     assert 2.1245151 <= guarantee.epsilon < 2.1245151 * (1 + 3e-5)
     assert guarantee.accountant == PLD
     assert guarantee.delta == 1e-6
     assert guarantee.neighboring_relation == "REPLACE_SPECIAL"
-    coarse = pld.PLDAccountant(value_discretization_interval=1e-3).compose(event)
-    assert coarse.get_epsilon(1e-6) == pytest.approx(2.12525144, abs=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -158,22 +152,19 @@ def test_grid_is_fine_enough(sampling_prob, noise_multiplier, relation):
 
 
 @pytest.mark.parametrize(
-    ("noise_multiplier", "sampling_prob", "delta"),
-    [(1.0, 0.1, 1e-5), (0.3, 1e-3, 1e-5), (5.0, 0.9, 1e-4), (0.5, 0.01, 1e-9)],
+    ("noise_multiplier", "sampling_prob", "delta", "interval"),
+    [
+        *((1.0, 0.1, 1e-5, 0), (0.3, 1e-3, 1e-5, 0)),
+        *((5.0, 0.9, 1e-4, 0), (0.5, 0.01, 1e-9, 0)),
+        # Epsilon is 720 and 1450, where the sums of dp_accounting underflow. For the
+        # first, it divides by a subnormal number and finds it infinite.
+        *((0.0297, 0.5, 1e-6, 5), (0.02, 0.5, 1e-6, 5)),
+    ],
 )
-def test_one_sampled_step_is_exact(noise_multiplier, sampling_prob, delta):
+def test_one_sampled_step_is_exact(noise_multiplier, sampling_prob, delta, interval):
     expected = sampled_gaussian_epsilon(noise_multiplier, sampling_prob, delta)
     found = run_epsilon(noise_multiplier, 1, sampling_prob, delta)
-    assert expected <= found <= expected * (1 + 1e-4)
-
-
-@pytest.mark.parametrize("noise_multiplier", [0.0297, 0.02])
-def test_epsilon_where_the_sums_of_dp_accounting_underflow(noise_multiplier):
-    # Epsilon is 720 and 1450, on a grid with intervals of 5 to 11. For the
-    # first, dp_accounting divides by a subnormal number and finds it infinite.
-    expected = sampled_gaussian_epsilon(noise_multiplier, 0.5, 1e-6)
-    found = run_epsilon(noise_multiplier, 1, 0.5, 1e-6)
-    assert expected <= found <= expected + 5
+    assert expected <= found <= expected + (interval or 1e-4 * expected)
 
 
 @pytest.mark.parametrize("mu", [0.01, 1.0, 30.0])
@@ -231,35 +222,13 @@ def test_composition_of_different_steps():
     assert epsilon_of(nested, 1e-6) == pytest.approx(expected, rel=1e-5)
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
-@given(
-    noise_multiplier=st.floats(0.5, 20),
-    iterations=st.integers(1, 3000),
-    sampling_prob=st.floats(5e-3, 1),
-    delta=st.floats(1e-9, 1e-3),
-)
-def test_less_noise_more_steps_and_larger_batches_cost_more(
-    noise_multiplier, iterations, sampling_prob, delta
-):
-    epsilon = functools.partial(run_epsilon, delta=delta)
-    found = epsilon(noise_multiplier, iterations, sampling_prob)
-    at_most = found * (1 + 1e-4)  # what the grid may add
-    assert epsilon(noise_multiplier * 1.1, iterations, sampling_prob) <= at_most
-    assert epsilon(noise_multiplier, iterations // 2, sampling_prob) <= at_most
-    assert epsilon(noise_multiplier, iterations, sampling_prob / 2) <= at_most
-    event = run(noise_multiplier, iterations, sampling_prob)
-    assert found <= rdp.RdpAccountant().compose(event).get_epsilon(delta)
-
-
 @pytest.mark.parametrize("noise_multiplier", [1e-3, 1e4])
 @pytest.mark.parametrize(
     ("iterations", "sampling_prob", "delta"),
     [(1, 1e-5, 1e-15), (10**6, 1e-5, 0.1), (1, 0.7, 0.1), (10**6, 0.7, 1e-15)],
 )
 def test_extremes_have_an_answer(noise_multiplier, iterations, sampling_prob, delta):
-    start = time.monotonic()
     found = run_epsilon(noise_multiplier, iterations, sampling_prob, delta)
-    assert time.monotonic() - start < 30
     unsampled = run(noise_multiplier, iterations, 1)
     # Sampling never costs privacy; RDP loses a factor of two at the most, and
     # stops at a few hundredths.
@@ -305,17 +274,6 @@ def test_at_the_chosen_size_truncation_is_free(relation):
     assert expected < found.epsilon < expected * (1 + 2e-5)
 
 
-def test_the_smaller_the_batch_the_larger_epsilon():
-    epsilons = []
-    for size in (300, 140, 100, 60):
-        event = truncated_run(1.0, 300, 0.05, 1000, size)
-        epsilons.append(epsilon_of(event, 1e-6))
-    plain = run_epsilon(1.0, 300, 0.05, 1e-6)
-    assert plain <= epsilons[0] < plain * (1 + 1e-4)
-    assert np.all(np.diff(epsilons) > -1e-4)
-    assert epsilons[-1] > epsilons[0]
-
-
 def test_frequent_truncation_agrees_with_dp_accounting():
     event = truncated_run(1.0, 100, 0.05, 1000, 55)
     guarantee = accounting.get_epsilon(event, delta=1e-6)
@@ -359,8 +317,6 @@ def test_truncation_that_underflows_is_not_an_error():
     # dp_accounting divides one underflowing tail by another here, and refuses the
     # sampling probability of zero that it finds.
     event = truncated_run(1.0, 10, 0.01, 6000, 546)
-    with pytest.raises(ValueError, match="Sampling probability"):
-        pld.PLDAccountant().compose(event)
     expected = run_epsilon(1.0, 10, 0.01, 1e-6)
     assert epsilon_of(event, 1e-6) == pytest.approx(expected, rel=2e-5)
     hopeless = truncated_run(0.02, 10, 0.01, 6000, 546)
@@ -429,11 +385,9 @@ def test_inverse_of_the_exact_gaussian(epsilon, delta):
     [(0.001, 1000, 0.05), (0.001, 10**5, 3e-3), (1000.0, 1, 0.5), (1000.0, 1000, 0.05)],
 )
 def test_extreme_targets(epsilon, iterations, sampling_prob):
-    start = time.monotonic()
     found, make_event = calibrated(
         accounting.dpsgd_event, iterations, epsilon, sampling_prob=sampling_prob
     )
-    assert time.monotonic() - start < 30
     assert 0.5 * epsilon < epsilon_of(make_event(found), 1e-6) <= epsilon
 
 

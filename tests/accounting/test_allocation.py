@@ -54,10 +54,16 @@ def test_an_epoch_of_one_step_is_a_gaussian_mechanism():
     assert exact <= losses.get_epsilon_for_delta(1e-5) <= 1.001 * exact
 
 
-def test_many_small_steps_cost_what_poisson_sampling_costs():
-    poisson = accounting.dpsgd_event(2.0, 2000, sampling_prob=1e-3)
-    expected = accounting.get_epsilon(poisson, delta=1e-5).epsilon
-    assert 0.97 * expected < epsilon_of(2.0, 1000, 2, 1e-5) < expected
+@pytest.mark.parametrize(
+    ("noise", "steps", "epochs", "delta", "share"),
+    [(2.0, 1000, 2, 1e-5, 0.97), (0.6, 20_000, 1, 1e-10, 0.5)],
+)
+def test_many_steps_cost_little_less_than_with_poisson_sampling(
+    noise, steps, epochs, delta, share
+):
+    poisson = accounting.dpsgd_event(noise, steps * epochs, sampling_prob=1 / steps)
+    most = accounting.get_epsilon(poisson, delta=delta).epsilon
+    assert share * most < epsilon_of(noise, steps, epochs, delta) < most
 
 
 def deltas_of_two_steps(noise, epsilon):
@@ -93,19 +99,6 @@ def test_deltas_of_two_steps_are_exact_in_both_directions(noise):
             computed, deltas_of_two_steps(noise, epsilon), strict=True
         ):
             assert exact * (1 - 1e-9) - ROUNDING <= bound <= 1.001 * exact
-
-
-def test_no_sample_contradicts_epsilon():
-    noise, steps, epochs, delta = 0.8, 6, 2, 1e-2
-    epsilon = epsilon_of(noise, steps, epochs, delta)
-    rng, loss, number = np.random.default_rng(0), 0.0, 200_000
-    for _ in range(epochs):
-        x = noise * rng.normal(size=(number, steps))
-        x[:, 0] += 1  # by symmetry, the example may take part in the first step
-        loss = loss + np.log(np.exp((x - 0.5) / noise**2).mean(1))
-    deltas = -np.expm1(np.minimum(epsilon - loss, 0))
-    stddev = deltas.std() / number**0.5
-    assert abs(deltas.mean() - delta) < 5 * stddev < delta / 10
 
 
 @pytest.mark.parametrize(
@@ -155,12 +148,6 @@ def test_epochs_compose_with_poisson_steps():
     found = accounting.get_epsilon(both, delta=1e-5).epsilon
     assert epsilon_of(0.9, 20, 2, 1e-5) < found
     assert epsilon_of(0.9, 20, 3, 1e-5) < found < 1.1 * epsilon_of(0.9, 20, 3, 1e-5)
-
-
-def test_large_epochs_have_an_epsilon_for_a_small_delta():
-    poisson = accounting.dpsgd_event(0.6, 20_000, sampling_prob=5e-5)
-    most = accounting.get_epsilon(poisson, delta=1e-10).epsilon
-    assert 0.5 * most < epsilon_of(0.6, 20_000, 1, 1e-10) < most
 
 
 def test_an_epoch_that_ends_early_counts_as_a_whole_one():
