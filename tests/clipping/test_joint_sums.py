@@ -1,4 +1,4 @@
-"""Released metrics are what they say, up to noise, and within the sensitivity."""
+"""Released metrics and adaptive clip norms are what they say, and what they cost."""
 
 import functools
 import math
@@ -6,12 +6,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import reference
 
 import dpmp
-from dpmp import ReleasedMetrics
+from dpmp import AdaptiveClipNorm, ReleasedMetrics
 from dpmp.clipping import clipped_grad
 from dpmp.clipping._joint_sums import JointSum
 
@@ -20,9 +19,20 @@ pytestmark = pytest.mark.bits
 _ALL = ReleasedMetrics(
     largest_loss=4.0, fraction_clipped=True, fraction_overflowed=True, norm_share=0.5
 )
-_BATCH = np.float32([[0.5, 0], [3.0, 0], [100.0, 1.0], [np.inf, 0], [-7.0, 0]])
+_COUNTING = ReleasedMetrics(fraction_overflowed=True)
+_ADAPTIVE = AdaptiveClipNorm(initial=2.0, norm_share=0.5)
+_ADAPTS = {"l2_clip_norm": _ADAPTIVE, "rescale_to_unit_norm": True}
+_BATCH = np.float32([[0.5, 0], [3, 0], [100, 1], [np.inf, 0], [2, 0], [-7, 0]])
+_SIGNS = [1, -1, -1, -1, 1, -1]  # of the examples within a clip norm of 2
 _W = np.ones(2, np.float32)
-_IS_PADDING = np.array([False, False, False, False, True])
+_IS_PADDING = np.arange(6) >= 4
+
+_MODES = [
+    {"arithmetic": "exact"},
+    {"arithmetic": "float32"},
+    {"method": "book_keeping", "arithmetic": "bounded"},
+    {"method": "book_keeping", "arithmetic": "unproved_float32"},
+]
 
 
 def _loss(w, x):
@@ -30,18 +40,18 @@ def _loss(w, x):
 
 
 @functools.cache
-def _joint_sum_fn(metrics, **kwargs):
-    options = {"l2_clip_norm": 2.0, "normalize_by": 4.0, "arithmetic": "exact"}
-    fun = clipped_grad(_loss, **{**options, **kwargs}, released_metrics=metrics)
+def _joint_sum_fn(metrics, **options):
+    options = {"l2_clip_norm": 2.0, "normalize_by": 4.0} | options
+    fun = clipped_grad(_loss, **options, released_metrics=metrics)
     return fun, jax.jit(fun.__call__)
 
 
-def _joint_sum(metrics, is_padding=_IS_PADDING, **kwargs):
-    fun, compiled = _joint_sum_fn(metrics, **kwargs)
+def _joint_sum(metrics, is_padding=_IS_PADDING, **options):
+    fun, compiled = _joint_sum_fn(metrics, **options)
     return fun, compiled(_W, _BATCH, is_padding_example=is_padding)
 
 
-def _dpsgd(**kwargs):
+def _dpsgd(**fields):
     return dpmp.DPSGD(
         **{
             "num_examples": 64,
@@ -50,7 +60,7 @@ def _dpsgd(**kwargs):
             "l2_clip_norm": 2.0,
             "noise_multiplier": 0.0,
             "released_metrics": _ALL,
-            **kwargs,
+            **fields,
         }
     )
 
@@ -62,7 +72,6 @@ def test_without_noise_metrics_are_means_over_the_expected_batch(
     arithmetic, microbatch_size
 ):
     _, joint = _joint_sum(_ALL, arithmetic=arithmetic, microbatch_size=microbatch_size)
-    assert isinstance(joint, JointSum)
     privatizer = dpmp.noise_addition.gaussian_privatizer(
         stddev=0.0, prng_key=jax.random.key(0)
     )
@@ -75,58 +84,82 @@ def test_without_noise_metrics_are_means_over_the_expected_batch(
         assert math.isclose(metrics[name], value, abs_tol=4 / 1023), name
 
 
+# The share of each coordinate that is not free.
 @pytest.mark.parametrize(
-    "metrics",
+    ("metrics", "options", "shares"),
     [
-        _ALL,
-        ReleasedMetrics(fraction_clipped=True),
-        ReleasedMetrics(largest_loss=1e-9),
-        ReleasedMetrics(fraction_overflowed=True),
+        (_ALL, _MODES[0], [0.5]),
+        (ReleasedMetrics(fraction_clipped=True), _MODES[0], [0.1]),
+        (ReleasedMetrics(largest_loss=1e-9), _MODES[0], [0.1]),
+        (_COUNTING, _MODES[0], []),
+        (_ALL, _ADAPTS | _MODES[0], [0.5, 0.5]),
+        (_ALL, _ADAPTS | _MODES[2], [0.5, 0.5]),
+        (_COUNTING, _ADAPTS | _MODES[3], [0.5]),
     ],
-    ids=["all", "clipped", "loss", "overflowed"],
 )
-def test_one_example_moves_all_that_is_released_by_the_joint_norm_bound(metrics):
-    for which in range(4):
-        fun, joint = _joint_sum(metrics, np.arange(5) != which)
+def test_one_example_moves_all_that_is_released_by_the_joint_norm_bound(
+    metrics, options, shares
+):
+    adapts = "l2_clip_norm" in options
+    for which, sign in enumerate(_SIGNS):
+        fun, joint = _joint_sum(metrics, np.arange(6) != which, **options)
+        assert isinstance(joint, JointSum)
         assert reference.has_norm_at_most(joint, fun.l2_norm_bound)
         if which == 2 and metrics is _ALL:  # the largest contribution there is
-            assert reference.norm(joint) >= 0.999 * fun.l2_norm_bound
-    alone = clipped_grad(_loss, l2_clip_norm=2.0, normalize_by=4.0)
-    widened = (1 + metrics.noise_increase) * alone.l2_norm_bound
-    assert math.isclose(fun.l2_norm_bound, widened, rel_tol=2.0**-48)
-    assert fun.sensitivity() == fun.l2_norm_bound
+            assert reference.norm(joint) >= 0.97 * fun.l2_norm_bound
+        if adapts:
+            count = reference.exact_values(joint.within)[0] / (0.5 / 4.0)
+            assert math.isclose(count, sign, rel_tol=1e-6)
+    expected = math.hypot(1, *shares) * (1 if adapts else 2) / 4
+    assert math.isclose(fun.l2_norm_bound, expected, rel_tol=2.0**-48)
+    assert fun.sensitivity() == fun.l2_norm_bound >= expected
+    _, of_nobody = _joint_sum(metrics, np.ones(6, bool), **options)
+    assert not reference.exact_squared_norm(of_nobody)
 
 
-def test_the_noise_is_wider_by_what_metrics_cost_and_the_accounting_the_same():
-    without = _dpsgd(released_metrics=None, noise_multiplier=1.0, delta=1e-5)
-    for metrics, noise_increase in (
-        (_ALL, math.hypot(1, 0.5)),
-        (ReleasedMetrics(largest_loss=2.0), math.hypot(1, 0.1)),
-        (ReleasedMetrics(fraction_overflowed=True), 1.0),
+def test_the_noise_is_wider_by_what_is_released_and_the_accounting_the_same():
+    options = {"noise_multiplier": 1.0, "delta": 1e-5, "l2_clip_norm": 1.0}
+    without = _dpsgd(**options, released_metrics=None)
+    for fields, noise_increase in (
+        ({"released_metrics": _ALL}, math.hypot(1, 0.5)),
+        ({"released_metrics": ReleasedMetrics(largest_loss=2.0)}, math.hypot(1, 0.1)),
+        ({"released_metrics": _COUNTING}, 1.0),
+        ({"l2_clip_norm": _ADAPTIVE, "released_metrics": None}, math.hypot(1, 0.5)),
     ):
-        with_metrics = _dpsgd(
-            released_metrics=metrics, noise_multiplier=1.0, delta=1e-5
-        )
-        assert math.isclose(with_metrics.stddev, noise_increase * without.stddev)
-        assert with_metrics.stddev >= noise_increase * without.stddev * (1 - 1e-15)
-        assert math.isclose(metrics.noise_increase, noise_increase - 1, abs_tol=1e-12)
-        assert with_metrics.guarantee() == without.guarantee()
+        (released,) = (x for x in fields.values() if x is not None)
+        assert math.isclose(released.noise_increase, noise_increase - 1, abs_tol=1e-12)
+        mechanism = _dpsgd(**options | fields)
+        assert math.isclose(mechanism.stddev, noise_increase * without.stddev)
+        assert mechanism.stddev >= noise_increase * without.stddev * (1 - 1e-15)
+        assert mechanism.guarantee() == without.guarantee()
 
 
-def test_the_noise_of_metrics_has_the_standard_deviation_that_is_stated():
-    mechanism = _dpsgd(noise_multiplier=2.0)
-    joint = mechanism.clipped_grad(_loss)(_W, _BATCH, is_padding_example=_IS_PADDING)
+def _draws(mechanism, **clip_norm):
+    """What 600 steps release on a batch of four examples."""
+    grad_fn = mechanism.clipped_grad(_loss, **clip_norm)
+    joint = grad_fn(_W, _BATCH, is_padding_example=_IS_PADDING)
 
     def release(seed):
         privatizer = mechanism.privatizer(jax.random.key(seed))
         noisy, _ = privatizer.update(joint, privatizer.init(joint))
-        return mechanism.split(noisy).metrics
+        return mechanism.split(noisy, **clip_norm)
 
-    draws = jax.jit(lambda seeds: jax.lax.map(release, seeds))(np.arange(600))
+    return jax.jit(lambda seeds: jax.lax.map(release, seeds))(np.arange(600))
+
+
+def test_noise_has_the_standard_deviation_that_is_stated():
+    # Four standard errors, and what a grid may be wider by.
+    released = _draws(_dpsgd(noise_multiplier=2.0))
     for name in _ALL.names:
-        # Four standard errors, and what a grid may be wider by.
         stated = _ALL.stddev(name, 2.0, 4)
-        assert math.isclose(np.std(draws[name]), stated, rel_tol=0.12), name
+        assert math.isclose(np.std(released.metrics[name]), stated, rel_tol=0.12), name
+    mechanism = _dpsgd(l2_clip_norm=_ADAPTIVE, noise_multiplier=1.0)
+    norms = _draws(mechanism, clip_norm=np.float32(2.0)).clip_norm
+    fractions = 0.5 - np.log(np.asarray(norms) / 2.0) / 0.2
+    stated = _ADAPTIVE.stddev(mechanism.stddev)
+    assert math.isclose(stated, math.hypot(1, 0.5, 0.5) / (2 * 0.5) / 4, rel_tol=1e-9)
+    assert math.isclose(np.std(fractions), stated, rel_tol=0.15)
+    assert abs(np.mean(fractions) - 0.25) < 5 * stated / math.sqrt(600)
 
 
 def _two_layers(w, x):
@@ -146,24 +179,15 @@ def test_per_layer_clip_norms_count_an_example_that_any_of_them_clips():
     assert int(joint.metrics["clipped"].counts) == 2 * 1023
 
 
-@pytest.mark.parametrize(
-    ("method", "arithmetic"),
-    [
-        ("per_example", "exact"),
-        ("per_example", "float32"),
-        ("book_keeping", "bounded"),
-        ("book_keeping", "unproved_float32"),
-    ],
-)
-def test_an_overflow_moves_the_count_and_no_gradient(method, arithmetic):
+@pytest.mark.parametrize("options", _MODES, ids=lambda options: options["arithmetic"])
+def test_an_overflow_moves_the_count_and_no_gradient(options):
     # What one example adds is (clipped gradient, 0) or (0, C), never both, even if one
     # clipping group of it is finite. So the count is free.
     fun = clipped_grad(
         _two_layers,
         l2_clip_norm={"a": 1.0, "b": 5.0},
-        released_metrics=ReleasedMetrics(fraction_overflowed=True),
-        method=method,
-        arithmetic=arithmetic,
+        released_metrics=_COUNTING,
+        **options,
     )
     batch = np.float32([[100.0, 100.0], [np.inf, 0.5], [2.0, np.nan], [0.1, -0.1]])
     bound = fun.l2_norm_bound
@@ -177,38 +201,11 @@ def test_an_overflow_moves_the_count_and_no_gradient(method, arithmetic):
         assert count == 0 or math.isclose(count, bound, rel_tol=1e-6)
 
 
-def test_a_run_shows_its_metrics_with_noise(capsys):
-    mechanism = _dpsgd(expected_batch_size=32, noise_multiplier=0.5, microbatch_size=8)
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=lambda w, x: jnp.mean((x @ w - 1.0) ** 2),
-        optimizer=optax.sgd(0.0),
-        policy=dpmp.Policy.from_name("float32"),
-        prng_key=jax.random.key(0),
-    )
-    state = trainer.init(np.zeros(3, np.float32))
-    assert all(np.isnan(x) for x in state.metrics.values())
-    seen = []
-    state = trainer.fit(
-        state,
-        np.ones((64, 3), np.float32),
-        callback=lambda state: seen.append(jax.device_get(state.metrics)),
-    )
-    assert len(seen) == 3
-    assert set(state.metrics) == {"loss", "clipped", "overflowed"}
-    for metrics in seen:
-        for name, value in {"loss": 1.0, "clipped": 1.0, "overflowed": 0.0}.items():
-            spread = 5 * _ALL.stddev(name, 0.5, 32) + 5 * math.sqrt(1 / 64)
-            assert abs(metrics[name] - value) < spread, name
-            assert metrics[name] != value
-    assert f"noisy loss {float(state.metrics['loss']):.3g}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("l2_clip_norm", "metrics", "lines"),
     [
         (1.0, _ALL, ["Released at every step", "loss (standard", "11.80% wider"]),
-        (dpmp.AdaptiveClipNorm(initial=2.0), None, ["begins at 2", "0.50% wider"]),
+        (AdaptiveClipNorm(initial=2.0), None, ["begins at 2", "0.50% wider"]),
         (dpmp.AutomaticClipping(stability=0.125), None, ["plus 0.125 (automatic"]),
     ],
 )
@@ -219,8 +216,62 @@ def test_the_statement_names_what_is_released(l2_clip_norm, metrics, lines):
     assert all(line in statement for line in lines)
 
 
-def test_nothing_is_released_unless_asked_for():
-    fun = functools.partial(clipped_grad, _loss, l2_clip_norm=1.0)
-    total = jax.eval_shape(fun().__call__, _W, _BATCH)
-    assert isinstance(total, jax.ShapeDtypeStruct)
-    assert _dpsgd(released_metrics=None).metric_names == ()
+# How a clip norm adapts.
+
+
+@pytest.mark.parametrize(("rescale", "factor"), [(False, 4.0), (True, 1.0)])
+def test_the_sum_is_in_clip_norms_and_the_released_gradient_is_not(rescale, factor):
+    mechanism = _dpsgd(
+        l2_clip_norm=_ADAPTIVE, rescale_to_unit_norm=rescale, released_metrics=None
+    )
+    x, clip_norm = np.full((4, 2), 0.5, np.float32), np.float32(4.0)
+    grad_fn = mechanism.clipped_grad(_loss, clip_norm=clip_norm)
+    total = grad_fn(_W, x, is_padding_example=np.zeros(4, bool))
+    privatizer = mechanism.privatizer(jax.random.key(0))
+    noisy, _ = privatizer.update(total, privatizer.init(None))
+    released = mechanism.split(noisy, clip_norm=clip_norm)
+    expected = np.full(2, 0.5 / 4.0 * factor)
+    np.testing.assert_allclose(released.noisy_grads, expected, rtol=1e-3)
+    # All are within: the clip norm falls as for a fraction of 1.
+    expected = 4 * math.exp(-0.2 * (1 - 0.5))
+    assert math.isclose(released.clip_norm, expected, rel_tol=1e-5)
+
+
+def test_it_finds_the_quantile():
+    norms = np.random.default_rng(1).lognormal(1.0, 1.0, 400).astype(np.float32)
+    adaptive = AdaptiveClipNorm(initial=0.1, quantile=0.2, learning_rate=0.5)
+    mechanism = _dpsgd(
+        num_examples=1000,
+        expected_batch_size=400,
+        iterations=60,
+        l2_clip_norm=adaptive,
+        noise_multiplier=0.5,
+        released_metrics=None,
+    )
+    assert adaptive.stddev(mechanism.stddev) < 0.01
+    privatizer = mechanism.privatizer(jax.random.key(1))
+
+    @jax.jit
+    def step(clip_norm, noise_state):
+        total = mechanism.clipped_grad(_loss, clip_norm=clip_norm)(
+            jnp.ones(1), norms[:, None], is_padding_example=np.zeros(len(norms), bool)
+        )
+        noisy, noise_state = privatizer.update(total, noise_state)
+        return mechanism.split(noisy, clip_norm=clip_norm).clip_norm, noise_state
+
+    clip_norm, noise_state = mechanism.initial_clip_norm, privatizer.init(None)
+    seen = []
+    for _ in range(60):
+        clip_norm, noise_state = step(clip_norm, noise_state)
+        seen.append(float(clip_norm))
+    assert abs(np.mean(norms <= np.mean(seen[-20:])) - 0.2) < 0.02
+    assert len(set(seen[-5:])) == 5  # there is noise
+
+
+def test_updates_stay_in_their_range():
+    adaptive = AdaptiveClipNorm(initial=1.0, lowest=0.5, highest=2.0)
+    fractions = np.float32([-1e30, -1e3, 0.5, 1e3, 1e30, 0.4])
+    *wild, last = jax.jit(lambda x: adaptive.update(1.0, x))(fractions)
+    np.testing.assert_array_equal(wild, [2, 2, 1, 0.5, 0.5])
+    assert last.dtype == jnp.float32
+    assert last > 1

@@ -84,12 +84,6 @@ def test_neither_microbatches_nor_compilation_change_the_sum(microbatch_size, co
     reference.assert_trees_close(total, _oracle(), rtol=_TOLERANCE)
 
 
-def test_what_is_not_finite_reaches_the_sum_unless_nan_safe():
-    x = _BATCH["x"].copy()
-    x[3] = math.nan
-    assert np.isnan(_sum({**_BATCH, "x": x}, nan_safe=False)["w"]).all()
-
-
 _CLIP_NORMS = {"table": 0.02, "w": 0.05, "b": 10.0}
 _USERS = _make_batch(4, 3, 4)
 
