@@ -1,6 +1,5 @@
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from dpmp.engines.book_keeping import measure_condition_numbers
 
@@ -30,17 +29,3 @@ def test_cancellation_is_cut_in_large_microbatches():
     )
     assert 1 < found.largest < 4 / 0.001 < 1.1 * found.ratios[1]
     assert found.share_cut == 0.5
-
-
-@pytest.mark.parametrize(
-    ("fun", "options", "message"),
-    [
-        (loss, {"batch_argnums": 0}, "must not overlap"),
-        (lambda w, x: x["x"], {}, "scalar float loss"),
-    ],
-)
-def test_arguments_that_clipped_grad_would_refuse_are_refused(fun, options, message):
-    with pytest.raises(ValueError, match=message):
-        measure_condition_numbers(
-            fun, np.ones(1, "f"), make_batch([[1, 1]]), microbatch_size=1, **options
-        )

@@ -27,7 +27,6 @@ def normal(*shape, dtype=jnp.float32, scale=1.0):
 TOKENS = jnp.asarray(RNG.integers(VOCABULARY, size=(BATCH, LENGTH)), jnp.int32)
 IMAGES = normal(BATCH, WIDTH, 2, 2)
 ROWS = normal(BATCH, LENGTH, WIDTH)
-W, X = normal(WIDTH), normal(BATCH, WIDTH)
 
 
 # Parts of models. Each function returns a loss of a batch, its parameters and a batch.
@@ -326,18 +325,6 @@ PARTS = {
 }
 
 
-# Programs besides models.
-
-PROGRAMS = {
-    "complex-product": (lambda w, x: jnp.abs(jnp.exp(1j * x[0]) @ (w + 0j)), W),
-    "fourier": (
-        lambda w, x: jnp.sum(jnp.fft.irfft(jnp.fft.rfft(w) * jnp.fft.rfft(x[0])) ** 2),
-        W,
-    ),
-    "index": (lambda w, x: x[0][jnp.argmax(w)] * jnp.sum(w * w) * x[0, 0], W),
-}
-
-
 # Losses of one example whose gradients the backward pass materializes.
 
 LAYERS, MANY, WIDE, RANK = 3, 64, 16, 2
@@ -431,8 +418,6 @@ _POSITIONS = normal(5, MANY, WIDE, scale=0.25)
 def _case(name):
     if name in PARTS:
         return PARTS[name][0]()
-    if name in PROGRAMS:
-        return *PROGRAMS[name], X
     loss, params = MATERIALIZED[name]
     return lambda params, x: loss(params, x[0]), params, _POSITIONS
 
@@ -454,7 +439,7 @@ _CASES = [
     ("experts in a scan", "float32"),
     *(
         pytest.param(x, "unproved_float32", marks=_SLOW)
-        for x in ("embedded", "penalty off", "through arithmetic", *PROGRAMS)
+        for x in ("embedded", "penalty off", "through arithmetic")
     ),
     pytest.param("experts", "float32", marks=_SLOW),
 ]

@@ -1,14 +1,20 @@
 """Summaries say what book-keeping does, and warn where it does what it should avoid."""
 
+import functools
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from models import ZOO
 
 import dpmp
-from dpmp.engines.book_keeping import _engine, summarize
+from dpmp.engines.book_keeping import (
+    _engine,
+    measure_condition_numbers,
+    summarize,
+)
 
 
 def _quietly(*args, **kwargs):
@@ -48,8 +54,16 @@ def test_a_row_says_what_is_known_of_a_parameter():
     assert w.share == w.flops / (w.flops + b.flops)
 
 
-@pytest.mark.parametrize("arithmetic", ["unproved_float32", "bounded"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    ("name", "arithmetic"),
+    [
+        ("transformer", "bounded"),
+        ("group_norm_cnn", "bounded"),
+        ("weight_norm", "bounded"),
+        ("decoder-scan-remat-tied", "unproved_float32"),
+        ("control_flow", "unproved_float32"),
+    ],
+)
 def test_summaries_say_what_the_engine_does_from_shapes_alone(
     name, arithmetic, monkeypatch
 ):
@@ -226,41 +240,26 @@ def test_does_not_warn_of_others(loss, params, batch, rules, forms):
     assert (0 < row.share < 0.5) == isinstance(params, dict)
 
 
-def test_a_gradient_without_a_rule_takes_more_flops_than_its_norm():
-    def loss(params, batch):
-        return _without_rule(params["w"], batch) + jnp.mean(batch + params["v"])
-
-    params = _params(w=(8, 8), v=(8, 8))
-    rows = _rows(summarize(loss, params, jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)))
-    assert rows["['w']"].flops > 2 * rows["['v']"].flops
-
-
 def _never(*args, **kwargs):
     raise AssertionError("traced")
 
 
-_TOKENS = jax.ShapeDtypeStruct((4, 5), jnp.int32)
-_ONE_SIZE = "one leading axis of the same size"
-_NOT_PER_EXAMPLE = r'must be used with method="per_example"'
-
-
+@pytest.mark.parametrize(
+    "function",
+    [summarize, functools.partial(measure_condition_numbers, microbatch_size=1)],
+)
 @pytest.mark.parametrize(
     ("loss", "batch", "kwargs", "match"),
     [
-        (_never, _TOKENS, {"argnums": -1}, "argnums must be"),
-        (_never, _TOKENS, {"argnums": ()}, "argnums must be"),
-        (_never, _TOKENS, {"batch_argnums": 1.0}, "batch_argnums must be"),
-        (_never, _TOKENS, {"argnums": (0, 0)}, "must not overlap"),
-        (_never, _TOKENS, {"batch_argnums": (1, 4)}, "at least 5 positional"),
-        (_never, _TOKENS, {"argnums": 1, "batch_argnums": 0}, "argument 1 must be"),
-        (_never, {"x": _batch(3, 4), "y": _batch(2)}, {}, _ONE_SIZE),
-        (_never, 1.0, {}, _ONE_SIZE),
-        (_never, _batch(9, 4), {"arithmetic": "exact"}, _NOT_PER_EXAMPLE),
-        (_never, _batch(9, 4), {"arithmetic": "float128"}, "must be one of"),
-        (lambda w, x: x @ w, _batch(9, 4), {}, "scalar float loss"),
-        (lambda w, x: jnp.sum(x), _batch(9, 4), {"has_aux": True}, "return a pair"),
+        (_never, np.ones((4, 5)), {"argnums": -1}, "argnums must be"),
+        (_never, np.ones((4, 5)), {"argnums": (0, 0)}, "must not overlap"),
+        (_never, [np.ones(3), np.ones(2)], {}, "one leading axis of the same size"),
+        (lambda w, x: x @ w, np.ones((9, 4)), {}, "scalar float loss"),
     ],
 )
-def test_refuses_arguments_and_losses_that_do_not_fit(loss, batch, kwargs, match):
+def test_arguments_and_losses_that_do_not_fit_are_refused(
+    function, loss, batch, kwargs, match
+):
+    batch = jax.tree.map(np.float32, batch)
     with pytest.raises(ValueError, match=match):
-        summarize(loss, _batch(4, 4), batch, **kwargs)
+        function(loss, np.ones((4, 4), np.float32), batch, **kwargs)
