@@ -116,20 +116,6 @@ def test_ratios_have_mass_and_mean_one(monkeypatch, noise, steps):
     assert 0 <= ratio.mass_at_zero < 1e-18 * steps > ratio.mean_at_infinity >= 0
 
 
-@pytest.mark.parametrize(
-    ("noise", "steps"), [(0.5, 20), pytest.param(2.0, 300, marks=pytest.mark.slow)]
-)
-def test_a_finer_grid_lowers_epsilon_only_a_little(monkeypatch, noise, steps):
-    interval = min(1, steps**-0.5) / noise / 80
-    coarse = epoch_loss_distribution(noise, steps, interval)
-    monkeypatch.setattr(_allocation, "_POINTS", 320)
-    fine = epoch_loss_distribution.__wrapped__(noise, steps, interval / 4)
-    large, small = (
-        x.self_compose(10).get_epsilon_for_delta(1e-6) for x in (coarse, fine)
-    )
-    assert small <= large <= (1 + 3e-4) * small
-
-
 def test_replacing_an_example_is_removing_one_and_adding_another():
     once = [epsilon_of(0.8, 20, 3, delta) for delta in (1e-5, 1e-5 / 2)]
     twice = epsilon_of(0.8, 20, 3, 1e-5, Relation.REPLACE_ONE)

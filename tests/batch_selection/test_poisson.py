@@ -21,27 +21,13 @@ def membership(sampling, num_examples, key=KEY):
     return is_member
 
 
-def philox_words(key, counter, size):
-    """Philox4x64-10 in Python integers.
-
-    Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (2011),
-    section 3.3. NumPy increments the counter before each block of four words.
-    """
-    mask, words = 2**64 - 1, []
-    for block in range(1, size // 4 + 2):
-        c0, c1, c2, c3 = counter[0] + block, *counter[1:]
-        k0, k1 = key & mask, key >> 64
-        for _ in range(10):
-            x, y = 0xD2E7470EE14C6C93 * c0, 0xCA5A826395121157 * c2
-            c0, c1, c2, c3 = y >> 64 ^ c1 ^ k0, y & mask, x >> 64 ^ c3 ^ k1, x & mask
-            k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
-        words += [c0, c1, c2, c3]
-    return words[:size]
-
-
 def expected_batch(sampling_prob, size, key, step):
     """A batch of at most half of `size` examples, with exact probabilities."""
-    words = philox_words(key, (0, 0, 0, step), 6 + 2 * size)
+    key_words = np.array([key % 2**64, key >> 64], np.uint64)
+    philox = np.random.Philox(
+        counter=np.array([0, 0, 0, step], np.uint64), key=key_words
+    )
+    words = philox.random_raw(6 + 2 * size).tolist()
     uniform = sum(word << 64 * i for i, word in enumerate(words[:6]))
     prob, count, below = Fraction(sampling_prob), -1, 0
     while below <= Fraction(uniform, 2**384):

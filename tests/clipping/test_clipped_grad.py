@@ -303,16 +303,30 @@ def _assert_clipped(total, stack=_STACK, target=1 / (1 + 2.0**-7), **options):
     reference.assert_trees_close(total, expected, rtol=_TOLERANCE)
 
 
-def test_without_clipping_the_sum_is_the_gradient_of_the_sum():
-    fun = clipped_grad(_mean_loss, l2_clip_norm=math.inf, normalize_by=_SIZE)
+# Every engine, with its float sums.
+_EACH_ENGINE = pytest.mark.parametrize(
+    "sums",
+    [{"method": x, "arithmetic": y} for x, y in reference.FLOAT_SUMS.items()],
+    ids=reference.FLOAT_SUMS,
+)
+
+
+@_EACH_ENGINE
+def test_without_clipping_the_sum_is_the_gradient_of_the_sum(sums):
+    fun = clipped_grad(_mean_loss, l2_clip_norm=math.inf, normalize_by=_SIZE, **sums)
     expected = jax.jit(jax.grad(_mean_loss))(_PARAMS, _X)
     assert fun.sensitivity() == math.inf
     reference.assert_trees_close(_jit(fun)(_PARAMS, _X), expected, rtol=_TOLERANCE)
 
 
-def test_rescaling_and_normalisation_divide_the_sum():
-    total = _cheap_sum(l2_clip_norm=2.0, rescale_to_unit_norm=True, normalize_by=7.0)
-    _assert_clipped(total, target=_target(2.0), divisor=2.0 * 7.0)
+@_EACH_ENGINE
+def test_groups_are_clipped_as_one_and_their_sum_is_divided(sums):
+    users = np.random.default_rng(1).normal(size=(4, 3, 3)).astype(np.float32)
+    options = {"microbatch_size": 2, "keep_batch_dim": False} | sums
+    options |= {"rescale_to_unit_norm": True, "normalize_by": 7.0}
+    total = _cheap_sum(users, l2_clip_norm=0.5, **options)
+    stack = {"w": users.mean(1), "b": np.ones(4)}
+    _assert_clipped(total, stack, _target(0.5), divisor=0.5 * 7.0)
 
 
 def test_a_pre_clipping_transform_gives_what_is_clipped():
@@ -389,12 +403,6 @@ def test_microbatches_of_padding_are_skipped():
     jax.block_until_ready(total)
     jax.effects_barrier()
     assert sorted(seen) == [0.0, 1 / 8, 4 / 8, 5 / 8]
-
-
-def test_groups_are_clipped_as_one():
-    users = np.random.default_rng(1).normal(size=(4, 3, 3)).astype(np.float32)
-    total = _cheap_sum(users, keep_batch_dim=False)
-    _assert_clipped(total, {"w": users.mean(1), "b": np.ones(4)})
 
 
 def test_each_example_has_a_key_of_its_own_whatever_the_microbatch():
@@ -496,8 +504,6 @@ _COMPLEX = np.ones(3, np.complex64)
     [
         ("positions, counted from 0", lambda: _clip_outputs(_X, batch_argnums=())),
         ("positions, counted from 0", lambda: _clip(argnums=(True,))),
-        ("must not overlap", lambda: _clip(argnums=(0, 0))),
-        ("an integer of at", lambda: _clip_outputs(_X, microbatch_size=2.0)),
         ("at least 2 posit", lambda: _clip_outputs(_X, batch_argnums=(0, 1))),
         ("one leading axis", lambda: _clip_outputs(())),
         ("pytree must hold at least", lambda: clip_pytree({}, 1.0)),
@@ -505,8 +511,6 @@ _COMPLEX = np.ones(3, np.complex64)
         ("must return a pair", lambda: _clip(has_aux=True)),
         ("must return a scalar", lambda: _clip(lambda w, x: x[0] * w["w"])),
         ("must return a scalar", lambda: _clip(lambda w, x: jnp.argmax(w["w"]))),
-        (r"a real float .*\['a'\]", lambda: clip_pytree({"a": _COMPLEX}, 1.0)),
-        ("argument 0 must be a real", lambda: _clip(params={"w": _COMPLEX})),
         ("output of fun must be a real", lambda: _clip_outputs(_COMPLEX)),
         (
             "pre_clipping_transform must be a real",
@@ -516,8 +520,6 @@ _COMPLEX = np.ones(3, np.complex64)
             "rounding may cost a sum",
             lambda: _clip_outputs(np.ones((4096, 3), np.float32), microbatch_size=1),
         ),
-        ("prefix of the clipped tree", lambda: _clip(l2_clip_norm=(1.0, 1.0))),
-        ("rescale_to_unit_norm=True", lambda: jax.jit(clip_pytree)(jnp.ones(2), 1.0)),
         (
             "must be one float scalar",
             lambda: jax.jit(functools.partial(clip_pytree, rescale_to_unit_norm=True))(

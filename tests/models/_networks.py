@@ -170,9 +170,7 @@ def _add_decoder(
 
 
 _add_decoder("decoder")
-_add_decoder("decoder-tied", tied=True)
 _add_decoder("decoder-scan", scan=True)
-_add_decoder("decoder-remat", remat=True)
 _add_decoder("decoder-scan-remat-tied", tied=True, scan=True, remat=True)
 
 
@@ -233,23 +231,3 @@ def _vit_loss(params: Any, batch: Any) -> jax.Array:
     attended = jnp.einsum("bhts,bshk->bthk", weights, v)
     x = x + jnp.einsum("bthk,hkd->btd", attended, params["merge"])
     return cross_entropy(x[:, 0] @ params["out"], batch["label"])
-
-
-@model(
-    "experts",
-    sequences,
-    5,
-    router=(6, 4),
-    up=(4, 6, 8),
-    bias=np.zeros((4, 8)),
-    down=(4, 8, 6),
-    out=(6, NUM_CLASSES),
-)
-def _experts_loss(params: Any, batch: Any) -> jax.Array:
-    x = batch["x"].astype(params["out"].dtype)
-    share = jax.nn.softmax((x @ params["router"]).astype(jnp.float32)).astype(x.dtype)
-    hidden = jnp.einsum("btd,edh->ebth", x, params["up"])
-    hidden = jax.nn.gelu(hidden + params["bias"][:, None, None])
-    outputs = jnp.einsum("ebth,ehd->ebtd", hidden, params["down"])
-    x = x + jnp.einsum("bte,ebtd->btd", share, outputs)
-    return cross_entropy(x.mean(1) @ params["out"], batch["label"])

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import strategies as st
 
 from dpmp.noise_addition import (
-    NoiseState,
     _add_noise,
     correlated_gaussian_privatizer,
     gaussian_privatizer,
@@ -167,23 +166,6 @@ def test_one_band_is_independent_noise():
     shapes = {"matrix": (40, 30), "number": ()}
     found = [releases(x, lambda step: sums(step, shapes), shapes) for x in (one, other)]
     jax.tree.map(np.testing.assert_array_equal, *found)
-
-
-def test_noise_of_a_step_is_a_function_of_the_state(privatizer):
-    state = privatizer.init({"a": jnp.zeros(50)})
-    (x, after), (y, again) = (
-        privatizer.update(sums(3, {"a": (50,)}), state) for _ in range(2)
-    )
-    np.testing.assert_array_equal(x["a"], y["a"])
-    assert isinstance(after, NoiseState)
-    np.testing.assert_array_equal(after.past[0], again.past[0])
-    if after.past[0].dtype == jnp.uint32:
-        assert after.past[0].shape == (4, 5)
-    else:
-        assert after.past[0].shape == (4, 50)
-        np.testing.assert_array_equal(after.past[0][0], np.float64(x["a"]) - 3)
-    z, _ = privatizer.update(sums(3, {"a": (50,)}), after)
-    assert not np.array_equal(z["a"], x["a"])
 
 
 def test_devices_share_the_noise(privatizer):

@@ -251,25 +251,6 @@ def lattice_error(variance):
     return 2 * sum(term.exp() for term in terms)
 
 
-def gaussian(variance, radius):
-    """Probabilities of D_{Z,s} for -radius, ..., radius."""
-    half = [(-Decimal(x * x) / (2 * variance)).exp() for x in range(radius + 1)]
-    total = 2 * sum(half) - half[0]
-    return {x: half[abs(x)] / total for x in range(-radius, radius + 1)}
-
-
-def factors_to(probabilities, variance, radius):
-    """Factors from D_{Z,s} to other probabilities, of -radius, ..., radius."""
-    expected = gaussian(variance, int(17 * variance.sqrt()))
-    return [probabilities[n] / expected[n] for n in range(-radius, radius + 1)]
-
-
-def are_within(factors, error):
-    bound = (1 + error) / (1 - error)
-    rounding = Decimal("1e-45")
-    return 1 / bound - rounding < min(factors) <= max(factors) < bound + rounding
-
-
 def test_no_convolution_has_a_smaller_variance_than_four():
     variances = set()
     for a, b in itertools.product(range(1, 130), repeat=2):
@@ -292,36 +273,6 @@ def are_multipliers(multipliers):
     return True
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "k", "variance"),
-    [(3, 1, 3, Decimal("0.25")), (3, 2, 2, Decimal("0.5")), (2, 1, 0, Decimal(4))],
-)
-def test_convolutions_are_gaussian_up_to_the_stated_factor(
-    a, b, k, variance, sixty_digits
-):
-    base_variance = variance * (a * a + b * b)
-    base = gaussian(base_variance, int(17 * base_variance.sqrt()))
-
-    def add(first, first_multiplier, second_multiplier):
-        total = {}
-        for (x, p), (y, q) in itertools.product(first.items(), base.items()):
-            n = first_multiplier * x + second_multiplier * y
-            total[n] = total.get(n, 0) + p * q
-        return total
-
-    error = lattice_error(variance)
-    radius = int(4 * base_variance.sqrt())
-    two = add(base, a, b)
-    factors = factors_to(two, base_variance * (a**2 + b**2), radius)
-    assert are_within(factors, error)
-    # It is no smaller than it has to be.
-    assert not are_within(factors, error / 4)
-    if k:
-        three = add(two, k, 1)
-        total_variance = base_variance * (k**2 * (a**2 + b**2) + 1)
-        assert are_within(factors_to(three, total_variance, radius), 2 * error)
-
-
 def test_the_effective_stddev_is_rounded_down():
     for multipliers in WIDTHS:
         noise = DiscreteGaussian(multipliers)
@@ -333,11 +284,9 @@ def test_the_effective_stddev_is_rounded_down():
     assert 2**26 < DiscreteGaussian(WIDEST).effective_stddev < 2**26 + 5000
 
 
-STDDEVS = np.exp(np.random.default_rng(0).uniform(0, math.log(6.7e7), 600)).tolist()
-
-
 def test_noise_of_at_least_some_stddev_is_not_much_wider():
-    for stddev in STDDEVS:
+    logarithms = np.random.default_rng(0).uniform(0, math.log(6.7e7), 600)
+    for stddev in np.exp(logarithms).tolist():
         noise = DiscreteGaussian.at_least(stddev)
         excess = noise.effective_stddev / stddev - 1
         assert excess >= 0
@@ -348,27 +297,6 @@ def test_noise_of_at_least_some_stddev_is_not_much_wider():
         assert DiscreteGaussian.at_least(above).variance > noise.variance
     assert DiscreteGaussian.at_least(Fraction(1, 3)) == DiscreteGaussian((1,))
     assert DiscreteGaussian.at_least(256) == DiscreteGaussian((1,))
-
-
-def test_noise_of_at_most_some_stddev_is_the_widest():
-    pairs = [
-        DiscreteGaussian((a, b))
-        for a, b in itertools.product(range(1, 129), repeat=2)
-        if a >= b and are_multipliers((a, b))
-    ]
-    stddevs = sorted(noise.effective_stddev for noise in pairs)
-    for stddev in STDDEVS:
-        two = DiscreteGaussian.at_most(stddev, 2)
-        three, four = (DiscreteGaussian.at_most(stddev, n) for n in (3, 4))
-        if stddev < stddevs[0]:
-            assert two == three == four == DiscreteGaussian((1,))
-            continue
-        assert two.effective_stddev == max(s for s in stddevs if s <= stddev)
-        assert two.effective_stddev <= three.effective_stddev <= four.effective_stddev
-        assert four.effective_stddev <= stddev
-        assert len(two.multipliers) == 2
-        assert stddev < 33_000 or four.effective_stddev > 0.9975 * stddev
-        assert three == four or stddev > 4.19e6
 
 
 def delta_of_discrete_gaussian(variance, sensitivity, epsilon):
@@ -565,17 +493,6 @@ def test_the_program_has_no_floats_and_one_loop_over_the_draws(multipliers):
 def test_other_multipliers_are_refused(multipliers):
     with pytest.raises(ValueError, match=r"multipliers must be \(1,\), \(a, b\), "):
         DiscreteGaussian(multipliers)
-
-
-def test_noise_that_is_too_wide_is_refused():
-    for widest in (DiscreteGaussian((128**2, 128, 1)), DiscreteGaussian(WIDEST)):
-        stddev = widest.effective_stddev
-        assert DiscreteGaussian.at_least(stddev).variance == widest.variance
-        num_draws = len(widest.multipliers)
-        above = DiscreteGaussian.at_most(stddev + 1, num_draws)
-        assert above.variance == widest.variance
-    with pytest.raises(ValueError, match="noise must have at most 67 million units"):
-        DiscreteGaussian.at_least(stddev + 1)
 
 
 @pytest.mark.parametrize("step", [np.zeros(1, np.int32), 0.0, np.int64(0)], ids=str)

@@ -62,22 +62,6 @@ def key_of(words):
     return jax.random.wrap_key_data(words, impl="threefry4x32")
 
 
-def has_stddev(samples, stddev):
-    """A two-sided chi-square test of the scale of normals of mean zero."""
-    statistic = np.sum(np.square(samples / stddev))
-    tail = min(
-        stats.chi2.cdf(statistic, samples.size), stats.chi2.sf(statistic, samples.size)
-    )
-    return 2 * tail > SMALLEST_P_VALUE
-
-
-def has_no_stddev_but(samples, stddev):
-    others = (f * stddev for f in (0.7, 0.97, 1.03, 1.3))
-    return has_stddev(samples, stddev) and not any(
-        has_stddev(samples, other) for other in others
-    )
-
-
 def are_uncorrelated(x, y):
     x, y = x.ravel(), y.ravel()
     z = np.sum(x * y) / np.sqrt(np.sum(x**2) * np.sum(y**2)) * np.sqrt(x.size)
@@ -92,7 +76,8 @@ def test_the_noise_of_float_sums_is_gaussian_and_has_the_given_scale(dtype, stdd
     zeros = np.zeros(NUM_DRAWS, dtype)
     with jax.enable_x64(dtype == np.float64):
         noise = np.float64(release(zeros, is_optimized=False, stddev=stddev))
-    assert has_no_stddev_but(noise, stddev)
+    # The standard error of the first is 0.2 %.
+    assert math.isclose(np.std(noise), stddev, rel_tol=0.015)
     assert abs(np.mean(noise)) < 5 * stddev / np.sqrt(NUM_DRAWS)
     assert stats.kstest(noise / stddev, "norm").pvalue > SMALLEST_P_VALUE
 

@@ -1,13 +1,13 @@
 """The proof of `dpmp.numerics._bounded`, tried on factors that are made to break it."""
 
 import functools
-from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import matrix_units
 import numpy as np
 import pytest
+import reference
 
 from dpmp import clipped_grad
 from dpmp.engines.book_keeping import _engine, _linalg, _uses
@@ -81,14 +81,12 @@ def largest_change(dtype, microbatch_size, batch, resolution=LARGEST_RESOLUTION)
     sum_fn = make_sum_fn(microbatch_size, resolution)
 
     def total(*empty):
-        result = sum_fn(zeros(dtype), batch, np.isin(np.arange(size), empty))
-        steps = np.asarray(result.counts).ravel().astype(object)
-        return np.array([Fraction(int(x), resolution) for x in steps])
+        return sum_fn(zeros(dtype), batch, np.isin(np.arange(size), empty))
 
-    whole = total()
-    changes = [whole - total(i) for i in range(size)]
-    changes += [total(*set(range(size)) - {i}) for i in (0, size - 1)]
-    return max(sum(v * v for v in change) for change in changes)
+    whole, others = total(), set(range(size))
+    changes = [reference.exact_squared_distance(whole, total(i)) for i in others]
+    alone = [total(*others - {i}) for i in (0, size - 1)]
+    return max([*changes, *map(reference.exact_squared_norm, alone)])
 
 
 @pytest.mark.parametrize(
@@ -130,13 +128,6 @@ def norm_fn():
         return_grad_norms=True,
     )
     return jax.jit(lambda *args: fn(*args)[1].grad_norms)
-
-
-def test_computed_norms_alone_would_not_be_bounds():
-    # Whether a norm is rounded up or down depends on the processor, so there are many.
-    batch = make_cases(100, jnp.float32)["nearly cancelling"]
-    norms = np.asarray(norm_fn()(zeros(jnp.float32), batch), np.float64)
-    assert np.max(exact_norms(batch) / np.maximum(norms, 1e-30)) > 1.001
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -198,26 +189,6 @@ def test_the_target_norms_leave_the_reserve_and_the_rounding_to_the_grid():
         assert target > 0.98 * most
 
 
-@pytest.mark.parametrize("at_once", [4, 16])
-def test_matrix_units_that_truncate_err_by_twice_as_much_as_rounding(at_once):
-    n, unit = 256, 2.0**-23
-    rng = np.random.default_rng(at_once)
-    sizes = np.exp2(rng.integers(-24, 3, size=(4000, n)))
-    factors = (rng.uniform(0.5, 1, (4000, n)) * sizes).astype(jnp.bfloat16)
-    factors[0] = [1.0, *[0.99609375 * unit] * (n - 1)]  # all but the first are lost
-    others = rng.choice([1.0, -1.0], factors.shape)
-    others[:1000] = 1
-    products = factors.astype(np.float64) * others
-    found = matrix_units.add_products(factors, others, at_once=at_once)
-    errors = np.abs(found - products.sum(1)) / np.abs(products).sum(1)
-    assert np.max(errors) <= n * unit
-    assert errors[0] > 0.99 * n * unit
-    # An H100 in 8 bits keeps 13 bits of a fraction, so that no sum may be taken there.
-    found = matrix_units.add_products(factors, others, fraction_bits=13)
-    errors = np.abs(found - products.sum(1)) / np.abs(products).sum(1)
-    assert np.max(errors) > 50 * n * unit
-
-
 def test_examples_of_too_many_positions_are_refused():
     with pytest.raises(ValueError, match=r"fewer positions.*positions=1048576"):
         norm_bound_for_clipping(
@@ -250,7 +221,7 @@ def in_groups_of_four(request, monkeypatch):
     make_sum_fn.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_one_example_changes_a_sum_of_groups_by_at_most_the_clip_norm(
     dtype, in_groups_of_four
 ):

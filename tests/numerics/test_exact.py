@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from programs import equations
 
 from dpmp.clipping import _clip_norms, clipped_fun
@@ -38,16 +39,6 @@ def _exact_sum(batch, *, is_padding_example=None, **kwargs):
     return _compiled_sum_fn(**kwargs)(batch, is_padding_example=is_padding_example)
 
 
-def _steps(tree):
-    """All steps of a tree in one array of Python integers."""
-    leaves = jax.tree.leaves(jax.tree.map(np.asarray, tree))
-    return np.concatenate([leaf.ravel() for leaf in leaves]).astype(object)
-
-
-def _squared_norm(tree):
-    return sum(_steps(tree) ** 2)
-
-
 # One contribution.
 
 
@@ -70,7 +61,7 @@ def test_a_contribution_has_at_most_the_resolution(seed, log_scale, program):
     with np.errstate(over="ignore"):
         total = _exact_sum(x.astype(dtype), resolution=resolution)
     assert total.counts.dtype == jnp.int32
-    assert _squared_norm(total.counts) <= resolution**2
+    assert reference.exact_squared_norm(total.counts) <= resolution**2
 
 
 @pytest.mark.parametrize(
@@ -85,7 +76,7 @@ def test_a_contribution_is_close_to_what_was_clipped(resolution, dtype):
         clipped = np.asarray(x[0], float) / np.linalg.norm(np.asarray(x[0], float))
         error = np.abs(np.asarray(total.counts, float) * total.unit - clipped)
         assert np.all(error <= total.unit * 1.01 + (shrinkage + 1e-5) * np.abs(clipped))
-        norm = math.sqrt(_squared_norm(total.counts))
+        norm = reference.norm(total.counts)
         assert norm >= resolution * (1 - 2 * shrinkage) - 2
 
 
@@ -93,7 +84,7 @@ def test_gradients_of_equal_entries_are_not_lost():
     # Rounded all in one direction, they would fail the check, or vanish.
     for num_equal in range(40, 60):
         x = np.float32(np.arange(5000) % 97 < num_equal)[None]
-        norm = math.sqrt(_squared_norm(_exact_sum(x, resolution=500).counts))
+        norm = reference.norm(_exact_sum(x, resolution=500).counts)
         assert 0.98 * math.sqrt(500**2 - 5000 / 4 - 3000) <= norm <= 500
 
 
@@ -115,12 +106,7 @@ def multiply_coefficients(monkeypatch):
 
 @pytest.mark.parametrize(
     ("factor", "resolution"),
-    [
-        (1.01, DEFAULT_RESOLUTION),
-        (2.0, LARGEST_RESOLUTION),
-        (1e30, DEFAULT_RESOLUTION),
-        (math.nan, LARGEST_RESOLUTION),
-    ],
+    [(1.01, DEFAULT_RESOLUTION), (1e30, 1000), (math.nan, LARGEST_RESOLUTION)],
 )
 def test_what_exceeds_the_radius_contributes_zero(
     multiply_coefficients, factor, resolution
@@ -171,7 +157,7 @@ def test_a_contribution_of_many_leaves_is_checked_as_one(multiply_coefficients):
 
     def squared_norm():
         total = _exact_sum(tree)
-        return _squared_norm({name: x.counts for name, x in total.items()})
+        return reference.exact_squared_norm([x.counts for x in total.values()])
 
     assert 0.99 * DEFAULT_RESOLUTION**2 <= squared_norm() <= DEFAULT_RESOLUTION**2
     # Each of the leaves is within the max_norm still.
@@ -210,7 +196,7 @@ def test_divisors_are_in_the_unit(l2_clip_norm, rescale, normalize_by, bound):
         normalize_by=normalize_by,
     )
     assert bound * (1 - 2.0**-22) <= total.unit * DEFAULT_RESOLUTION <= bound
-    assert math.sqrt(_squared_norm(total.counts)) >= 0.999 * DEFAULT_RESOLUTION
+    assert reference.norm(total.counts) >= 0.999 * DEFAULT_RESOLUTION
 
 
 @pytest.mark.filterwarnings("ignore:sums can exceed 32 bits")
@@ -231,19 +217,3 @@ def test_ordinary_resolutions_need_no_64_bit_numbers():
     names = {v.aval.dtype.name for eqn in equations(jaxpr) for v in eqn.outvars}
     assert "int32" in names
     assert not [name for name in names if "64" in name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("resolution", [DEFAULT_RESOLUTION, LARGEST_RESOLUTION])
-def test_memory_is_that_of_float32_sums(resolution):
-    x = jnp.ones((16, 100_000), jnp.bfloat16)
-
-    def temporary_bytes(**kwargs):
-        fn = clipped_fun(
-            lambda x: x + 1, keep_batch_dim=False, **{"l2_clip_norm": 1.0, **kwargs}
-        )
-        compiled = jax.jit(fn.__call__).lower(x).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    exact = temporary_bytes(arithmetic=ExactSums(resolution))
-    assert exact <= 1.1 * temporary_bytes(arithmetic="float32")

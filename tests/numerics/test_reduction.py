@@ -1,15 +1,11 @@
-import math
-from fractions import Fraction
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp.numerics import _float_sums, _stored, reduction
+from dpmp.numerics import _stored, reduction
 
-_U = Fraction(_float_sums.UNIT_ROUNDOFF)
-_BATCH_SIZES = [1, 2, 3, 7, 8, 9, 16, 33, 64, 100, 1024]
+_BATCH_SIZES = [1, 2, 7, 8, 9, 33, 64, 100, 1024]
 
 
 def _sum_examples(rows, add=jnp.add):
@@ -56,7 +52,7 @@ def test_additions_of_examples_are_counted(batch_size):
     assert depth <= reduction.depth(batch_size)
     assert below <= reduction.summed_norms(batch_size)
     # All loops are full, and the counts exact.
-    if batch_size in (1, 8, 16, 64, 1024):
+    if batch_size in (1, 8, 64, 1024):
         assert depth == reduction.depth(batch_size)
         assert below == pytest.approx(reduction.summed_norms(batch_size))
 
@@ -93,24 +89,6 @@ def test_every_entry_is_added_once(sizes):
 
     expected = sum(x @ weights[: x.shape[1]] for x in arrays)
     np.testing.assert_array_equal(total(), expected)
-
-
-@pytest.mark.parametrize("size", [1, 33, 513, 70_001, 2**17])
-def test_sums_of_entries_err_by_their_depth_at_most(size):
-    x = np.random.default_rng(size).uniform(0.5, 1, (20, size)).astype(np.float32)
-    depth = 0
-
-    @jax.jit
-    def squares(x):
-        nonlocal depth
-        stack = [_stored.StoredArray(x, x.dtype, x.shape[1:])]
-        total, depth = reduction.sum_entries(stack, _square, jnp.add)
-        return total
-
-    exact = np.array([math.fsum(row) for row in x.astype(np.float64) ** 2])
-    error = np.abs(np.asarray(squares(x), np.float64) / exact - 1)
-    assert error.max() <= (depth + 1) * float(_U) * 1.001
-    assert depth <= 2 * math.ceil(math.log2(size)) + 10
 
 
 def test_a_program_has_arrays_of_one_shape_once():

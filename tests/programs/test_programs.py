@@ -52,19 +52,17 @@ def make_functions(frozen):
     }
 
 
-def assert_close(actual, expected):
-    # Sums of 1000 float32 products, in whatever order.
-    def compare(a, b):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-3)
-
-    jax.tree.map(compare, actual, expected)
-
-
-def assert_trees_equal(actual, expected):
+def assert_close(actual, expected, atol=0.0):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol),
+        actual,
+        expected,
     )
+
+
+# Of sums of 1000 float32 products, in whatever order.
+OF_SUMS = 1e-3
 
 
 @pytest.mark.parametrize(
@@ -88,7 +86,8 @@ def test_constants_are_hoisted_and_functions_can_be_differentiated_and_mapped(
     args = points, ARGS[1]
     original = jax.jit(functools.partial(mapped, fun)).lower(*args)
     lowered = jax.jit(mapped_hoisted).lower(constants, *args)
-    assert_close(lowered.compile()(constants, *args), original.compile()(*args))
+    found, expected = lowered.compile()(constants, *args), original.compile()(*args)
+    assert_close(found, expected, OF_SUMS)
     # Two characters for each byte of an array.
     assert len(original.as_text()) > FROZEN.nbytes
     if kind != "custom_vjp-closing-over":  # the arrays of such rules stay
@@ -99,28 +98,11 @@ def test_constants_can_be_exchanged_and_there_may_be_none():
     hoisted, constants, _ = hoist_constants(make_functions(FROZEN)["plain"], *ARGS)
     others = [2 * x if np.size(x) == FROZEN.size else x for x in constants]
     expected = jax.jit(make_functions(2 * FROZEN)["plain"])(*ARGS)
-    assert_close(jax.jit(hoisted)(others, *ARGS), expected)
+    assert_close(jax.jit(hoisted)(others, *ARGS), expected, OF_SUMS)
 
     hoisted, constants, _ = hoist_constants(lambda x: x + 1, np.zeros(3, np.float32))
     assert constants == []
     np.testing.assert_array_equal(hoisted([], np.ones(3, np.float32)), 2)
-
-
-def test_a_function_is_traced_once_from_shapes():
-    traces = []
-
-    def fun(x):
-        traces.append(None)
-        return jnp.sum(x * FROZEN)
-
-    hoisted, constants, _ = hoist_constants(
-        fun, jax.ShapeDtypeStruct((3,), jnp.float32)
-    )
-    for size in (1, 2, 3):
-        x = np.full(3, size, np.float32)
-        grad = jax.jit(jax.grad(hoisted, argnums=1))(constants, x)
-    assert_close(grad, FROZEN.sum(0))
-    assert len(traces) == 1
 
 
 # Tracing, and going through a program.
@@ -134,17 +116,6 @@ def names_of(closed):
 
 def evaluated(closed, *args):
     return interpreter.run(closed, args, interpreter.bind)
-
-
-def test_trees_come_and_go():
-    def fun(tree, key, pair):
-        noise = jax.random.normal(key, (2,))
-        return {"sum": tree["a"] + pair[0], "rest": [noise, None, (tree["b"], pair[1])]}
-
-    tree = {"a": np.ones(2, np.float32), "b": np.arange(3)}
-    args = tree, jax.random.key(0), (np.zeros(2, np.float32), None)
-    hoisted, constants, _ = hoist_constants(fun, *args)
-    assert_trees_equal(jax.jit(hoisted)(constants, *args), jax.jit(fun)(*args))
 
 
 def test_calls_under_jit_are_written_out_and_nothing_else_changes():
@@ -270,10 +241,10 @@ def test_equations_are_replaced_wherever_they_are_and_only_if_asked(name):
     rewritten = transformations.rewrite(program, DOUBLE_SINES)
     same = transformations.rewrite(program, {"sin": lambda eqn, values: None})
     found = jax.jit(lambda x: [f(x) for f in (rewritten, expected, same, program)])(X)
-    assert_trees_equal(found[0], found[1])
-    assert_trees_equal(found[2], found[3])
+    assert_close(found[0], found[1])
+    assert_close(found[2], found[3])
     if name == "plain":
-        assert_trees_equal(rewritten(X), found[1])
+        assert_close(rewritten(X), found[1])
 
 
 def test_a_body_is_replaced_too_if_what_replaces_it_has_arrays_of_its_own():
@@ -309,7 +280,7 @@ def test_a_loop_stacks_once_what_it_gives_twice(transform, reverse):
     program = transform(stacks_twice(sine, reverse=reverse))
     expected = transform(stacks_twice(doubled_sine, reverse=reverse))
     rewritten = transformations.rewrite(program, DOUBLE_SINES)
-    assert_trees_equal(*jax.jit(lambda x: (rewritten(x), expected(x)))(args))
+    assert_close(*jax.jit(lambda x: (rewritten(x), expected(x)))(args))
     # The outputs of a mapped program are transposed once, too.
     before, after = (
         {id(v) for v in interpreter.trace(fun, args)[0].jaxpr.outvars}

@@ -1,6 +1,8 @@
 """Which products are rounded to which format, and that examples stay apart in it."""
 
 import functools
+import itertools
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +16,10 @@ from flax import linen
 from models import ZOO
 
 import dpmp
-from dpmp import Policy
+from dpmp import Policy, book_keeping
 from dpmp.precision import _rules
 from dpmp.programs.formats import FORMATS, round_to
+from dpmp.programs.rounded_products import Choice, with_rounded_products
 
 NAMES = "float8", "mxfp8", "nvfp4", "int8"
 
@@ -266,60 +269,60 @@ def test_rules_that_dpmp_cannot_follow_are_refused(given, message):
         _rules.parse([rule])
 
 
-def test_a_scale_that_examples_share_lets_one_of_them_move_the_others():
-    """Why such scales are refused: the first example would not contribute any more."""
-    x = np.ones((2, 4), np.float32)
-    larger = x * np.float32([[1], [1e4]])
-    shared, own = (
-        [_rounded(y, jnp.int8)[0] for y in (x, larger)],
-        [jax.vmap(lambda z: _rounded(z, jnp.int8))(y)[0] for y in (x, larger)],
-    )
-    np.testing.assert_array_equal(*own)
-    np.testing.assert_allclose(shared[0], 1, rtol=1e-6)
-    np.testing.assert_array_equal(shared[1], 0)
-
-
 # --------------------------------------------------------------------------- engines
 
 
-def _summed(name, policy, method, **options):
-    model = ZOO[name]
-    fun = policy.in_product_precision(model.loss)
-    arithmetic = options.pop("arithmetic", reference.FLOAT_SUMS[method])
-    return jax.jit(
-        dpmp.clipped_grad(
-            fun, l2_clip_norm=0.1, method=method, arithmetic=arithmetic, **options
-        ).__call__
-    )
+def _summed(fun, method, **options):
+    defaults = {"arithmetic": reference.FLOAT_SUMS[method], "l2_clip_norm": 0.1}
+    summed = dpmp.clipped_grad(fun, method=method, **defaults | options)
+    return jax.jit(summed.__call__)
 
 
-def _policy(products):
-    return Policy(jnp.float32, jnp.float32, products=products)
+def _with_products(fun, products, *, native=False):
+    return with_rounded_products(fun, lambda _: Choice(products), native=native)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("products", NAMES[1:])
-@pytest.mark.parametrize("name", ["conv", "transformer"])
-def test_both_engines_agree(name, products):
+@pytest.mark.parametrize(
+    ("name", "products", "native"),
+    [
+        *((name, "float8", True) for name in ("mlp", "conv", "nested_loops", "lora")),
+        ("decoder-scan", "float8", False),
+        *itertools.product(["conv", "transformer"], NAMES[1:], [False]),
+    ],
+)
+def test_both_engines_agree_and_have_the_same_rules(name, products, native):
     model = ZOO[name]
     params, batch = model.init(jnp.float32), model.make_batch(3, 6)
-    ours, theirs = (
-        _summed(name, _policy(products), method)(params, batch)
-        for method in ("book_keeping", "per_example")
+    fun = _with_products(model.loss, products, native=native)
+    ours, theirs, wide = (
+        _summed(f, method)(params, batch)
+        for f, method in [
+            (fun, "book_keeping"),
+            (fun, "per_example"),
+            (model.loss, "per_example"),
+        ]
     )
-    difference = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), ours, theirs)
     # A cotangent may be rounded to another neighbour if its last bits differ.
     allowed = 2e-2 if FORMATS[products].dithers else 1e-4
-    assert reference.norm(difference) <= allowed * reference.norm(theirs)
+    assert reference.relative_distance(ours, theirs) <= allowed
+    assert 1e-3 < reference.relative_distance(wide, theirs) < 0.5
+    rules, expected = (
+        [(row.path, row.rules) for row in book_keeping.summarize(f, params, batch).rows]
+        for f in (fun, model.loss)
+    )
+    assert rules == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("products", NAMES)
+@pytest.mark.parametrize(
+    ("products", "native"), [("float8", True), *((name, False) for name in NAMES)]
+)
 @pytest.mark.parametrize(
     ("method", "arithmetic"), [("per_example", "exact"), ("book_keeping", "bounded")]
 )
 def test_an_example_contributes_one_clip_norm_at_most_whatever_the_others_are(
-    products, method, arithmetic
+    products, native, method, arithmetic
 ):
     model = ZOO["mlp"]
     params, batch = model.init(jnp.float32), model.make_batch(3, 6)
@@ -328,31 +331,19 @@ def test_an_example_contributes_one_clip_norm_at_most_whatever_the_others_are(
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
         return jnp.asarray(x).at[1:].multiply(2.0**20) if is_float else x
 
-    summed = _summed("mlp", _policy(products), method, arithmetic=arithmetic)
+    fun = _with_products(model.loss, products, native=native)
+    summed = _summed(fun, method, arithmetic=arithmetic)
     found = []
     for each in (batch, jax.tree.map(enlarge, batch)):
         whole, without = (
-            jax.tree.leaves(
-                summed(params, each, is_padding_example=np.arange(6) == empty),
-                is_leaf=lambda x: isinstance(x, dpmp.GridArray),
-            )
+            summed(params, each, is_padding_example=np.arange(6) == empty)
             for empty in (6, 0)
         )
-        found.append(
-            [
-                np.int64(a.counts) - np.int64(b.counts)
-                for a, b in zip(whole, without, strict=True)
-            ]
-        )
-        units = [float(x.unit) for x in whole]
-        squares = [
-            u * u * float(np.sum(np.square(d)))
-            for u, d in zip(units, found[-1], strict=True)
-        ]
-        assert 0 < sum(squares) <= 0.1**2
+        change = reference.exact_squared_distance(whole, without)
+        assert 0 < change <= Fraction(0.1) ** 2
+        found.append(jax.tree.map(np.subtract, whole, without))
     if method == "per_example":
-        for a, b in zip(*found, strict=True):
-            np.testing.assert_array_equal(a, b)
+        jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 # -------------------------------------------------------------------------- rotation
@@ -417,8 +408,10 @@ def test_a_rotating_policy_trains_with_one_program(method):
 
 
 @pytest.mark.filterwarnings("ignore:'VariableState' was removed")  # in qwix
-@pytest.mark.parametrize("qtype", [jnp.int8, jnp.float8_e4m3fn])
-@pytest.mark.parametrize("method", ["book_keeping", "per_example"])
+@pytest.mark.parametrize(
+    ("method", "qtype"),
+    [("book_keeping", jnp.int8), ("per_example", jnp.float8_e4m3fn)],
+)
 def test_examples_stay_apart_in_a_model_that_qwix_has_quantised(method, qtype):
     """Its scales are those of the example that the loss gets, in both engines."""
     formats = dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), qtype)
@@ -427,17 +420,13 @@ def test_examples_stay_apart_in_a_model_that_qwix_has_quantised(method, qtype):
     x = np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32)
     x[0] *= 1e4  # the others would be rounded to zero with its scale
     params = linen.Dense(5).init(jax.random.key(0), x)
-    arithmetic = reference.FLOAT_SUMS[method]
 
     @jax.numpy_dtype_promotion("standard")  # for qwix
     def summed(module, x):
-        grad_fn = dpmp.clipped_grad(
-            lambda params, x: jnp.mean(jnp.sin(module.apply(params, x))),
-            l2_clip_norm=0.1,
-            method=method,
-            arithmetic=arithmetic,
+        summed = _summed(
+            lambda params, x: jnp.mean(jnp.sin(module.apply(params, x))), method
         )
-        return jax.tree.leaves(jax.jit(grad_fn.__call__)(params, x))
+        return jax.tree.leaves(summed(params, x))
 
     together = summed(model, x)
     alone = [summed(model, x[i : i + 1]) for i in range(len(x))]

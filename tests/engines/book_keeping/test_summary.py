@@ -104,37 +104,6 @@ def _program_of_engine(monkeypatch, loss, *args, **kwargs):
     return programs[0]
 
 
-def _with_constant(params, batch, frozen):
-    return jnp.mean(batch @ (frozen + params["a"] @ params["b"]))
-
-
-def _with_noise(params, batch, key):
-    noise = jax.random.normal(key, (3, 6))
-    return jnp.mean((noise @ params["w"]) ** 2) + 0 * jnp.sum(batch)
-
-
-@pytest.mark.parametrize(
-    ("loss", "shapes", "other", "options"),
-    [
-        (
-            _with_constant,
-            {"a": (6, 2), "b": (2, 6)},
-            jnp.ones((6, 6)),
-            {"arithmetic": "unproved_float32"},
-        ),
-        (_with_noise, {"w": (6, 2)}, jax.random.key(0), {"prng_argnum": 2}),
-    ],
-)
-def test_constants_and_keys_are_what_they_are_in_the_engine(
-    monkeypatch, loss, shapes, other, options
-):
-    args = _params(**shapes), _batch(4, 3, 6), other
-    program = _program_of_engine(monkeypatch, loss, *args, **options)
-    assert [use.rule for use in program.plan.uses] == ["dot"]
-    rows = _quietly(loss, *args, **options).rows
-    assert all(row.rules == ("dot",) for row in rows)
-
-
 def test_nothing_is_computed_and_the_batch_size_does_not_matter():
     params = _params(w=(2**15, 2**15), b=(2**15,))
     summary = summarize(_linear, params, _batch(2**20, 128, 2**15))  # 16 terabytes
