@@ -83,14 +83,6 @@ def test_rounding_down_never_rounds_up(x):
         assert float(np.nextafter(rounded, np.float32(np.inf))) > x or rounded == x
 
 
-def test_the_global_norm_is_over_all_groups():
-    norms = [
-        SquaredNorm(jnp.asarray([9.0, 0.0]), 0, 0.0),
-        SquaredNorm(jnp.asarray([16.0, jnp.inf]), 0, 0.0),
-    ]
-    np.testing.assert_array_equal(_clip_norms.global_norm(norms), [5.0, np.inf])
-
-
 # Automatic clipping.
 
 

@@ -335,28 +335,26 @@ def test_a_pre_clipping_transform_gives_what_is_clipped():
 
 
 def test_only_the_outputs_asked_for_are_returned():
-    def with_outputs(return_values, return_grad_norms, has_aux):
-        def loss(params, x):
-            value = _loss(params, x)
-            return (value, {"x": x}) if has_aux else value
+    def with_aux(params, x):
+        return _loss(params, x), {"x": x}
 
-        return clipped_grad(
-            loss,
+    for asked_for in itertools.product([False, True], repeat=3):
+        return_values, return_grad_norms, has_aux = asked_for
+        fun = clipped_grad(
+            with_aux if has_aux else _loss,
             has_aux=has_aux,
             l2_clip_norm=1.0,
             return_values=return_values,
             return_grad_norms=return_grad_norms,
         )
-
-    for asked_for in itertools.product([False, True], repeat=3):
-        output = jax.eval_shape(with_outputs(*asked_for).__call__, _PARAMS, _X)
+        output = jax.eval_shape(fun.__call__, _PARAMS, _X)
         if not any(asked_for):
             assert set(output) == {"w", "b"}
             continue
         _, sensitive = output
         assert isinstance(sensitive, clipping.AuxiliaryOutput)
         assert tuple(x is not None for x in sensitive) == asked_for
-    _, sensitive = with_outputs(True, True, True)(_PARAMS, _X)
+    _, sensitive = fun(_PARAMS, _X)
     expected = _X @ _PARAMS["w"]
     np.testing.assert_allclose(sensitive.values, expected, rtol=1e-6, atol=1e-6)
     expected = np.sqrt(1 + np.sum(_X**2, axis=1))

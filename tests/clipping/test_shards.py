@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from small_runs import KEY, new_trainer
 
 from benchmarks.collectives import Collective, collectives
-from dpmp import DPSGD, DPTrainer, ReleasedMetrics, clipped_grad, loss_scaling
+from dpmp import ReleasedMetrics, clipped_grad, loss_scaling
 from dpmp.clipping import Shards
 from dpmp.numerics import _float_sums
 from dpmp.numerics._arithmetic import parse_arithmetic
@@ -207,24 +208,10 @@ def carries_gradients(x: Collective, params):
     return x.num_entries > largest or (is_sum and x.num_entries > 1)
 
 
-def make_trainer(loss_fn, *, expected_batch_size, optimizer=None, **fields):
-    """A trainer on 64 records; options that are no fields are those of the trainer."""
-    names = ("policy", "uses_prng_key", "loss_scale")
-    options = {name: fields.pop(name) for name in names if name in fields}
-    defaults = {"truncated_batch_size": 32, "iterations": 3, "noise_multiplier": 1.0}
-    mechanism = DPSGD(
-        num_examples=64,
-        expected_batch_size=expected_batch_size,
-        l2_clip_norm=0.5,
-        **defaults | fields,
-    )
-    return DPTrainer(
-        mechanism=mechanism,
-        loss_fn=loss_fn,
-        optimizer=optimizer or optax.sgd(0.1, momentum=0.9),
-        prng_key=jax.random.key(0),
-        **{"policy": "float32", **options},
-    )
+def make_trainer(loss_fn, **options):
+    """A trainer on 64 records."""
+    defaults = {"truncated_batch_size": 32, "iterations": 3, "l2_clip_norm": 0.5}
+    return new_trainer(loss_fn=loss_fn, prng_key=KEY, **defaults | options)
 
 
 def lowered_step(model, method, params, mesh):

@@ -147,9 +147,7 @@ def _layer(x: jax.Array, layer: Any, shared: jax.Array) -> jax.Array:
     return x + jax.nn.gelu(hidden) @ layer["down"]
 
 
-def _add_decoder(
-    name: str, *, tied: bool = False, scan: bool = False, remat: bool = False
-) -> None:
+def _add_decoder(name: str, *, tied: bool = False, remat: bool = False) -> None:
     @model(name, token_batch, init=_init_decoder)
     def loss(params: Any, batch: Any) -> jax.Array:
         tokens, targets = batch[:, :-1], batch[:, 1:]
@@ -159,19 +157,13 @@ def _add_decoder(
         def body(x, layer):
             return layer_fn(x, layer, params["shared"]), None
 
-        if scan:
-            x, _ = jax.lax.scan(body, x, params["layers"])
-        else:
-            for i in range(_DEPTH):
-                layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
-                x, _ = body(x, layer)
+        x, _ = jax.lax.scan(body, x, params["layers"])
         head = params["embedding"].T if tied else params["head"]
         return cross_entropy(x @ head, targets)
 
 
-_add_decoder("decoder")
-_add_decoder("decoder-scan", scan=True)
-_add_decoder("decoder-scan-remat-tied", tied=True, scan=True, remat=True)
+_add_decoder("decoder-scan")
+_add_decoder("decoder-scan-remat-tied", tied=True, remat=True)
 
 
 @model(

@@ -62,22 +62,15 @@ def sixty_digits():
 def true_masses():
     """exp(-x^2 / 2 s0^2) for x = 0, 1, ..., 8191, with 400 bits after the point.
 
-    From one Taylor series, and exp(-(x+1)^2 u) = exp(-x^2 u) exp(-(2x+1) u). After
-    these, masses are zero.
+    From exp(-(x+1)^2 u) = exp(-x^2 u) exp(-(2x+1) u). After these, masses are zero.
     """
-    one = 1 << 400
-    inverse, term = 0, one
-    for i in itertools.count(1):
-        inverse += term
-        term //= 2 * BASE_VARIANCE * i
-        if not term:
-            break
-    ratio = one * one // inverse
-    square = ratio * ratio >> 400
-    masses = [one]
-    for _ in range(8191):
-        masses.append(masses[-1] * ratio >> 400)
-        ratio = ratio * square >> 400
+    masses, mass = [], Decimal(1)
+    with decimal.localcontext(decimal.Context(prec=150)):
+        ratio = (-1 / Decimal(2 * BASE_VARIANCE)).exp()
+        square = ratio * ratio
+        for _ in range(8192):
+            masses.append(int(mass * 2**400))
+            mass, ratio = mass * ratio, ratio * square
     assert masses[-1] == 0
     return masses
 

@@ -151,9 +151,8 @@ def _rows_near(max_norm, size):
     return np.stack([row, too_many, -row, -too_many, vast, wrapping])
 
 
-@pytest.mark.slow
 def test_a_contribution_of_many_leaves_is_checked_as_one(multiply_coefficients):
-    tree = {str(i): jnp.ones((1, 3), _DTYPES[i % 3]) for i in range(300)}
+    tree = {str(i): jnp.ones((1, 3), _DTYPES[i % 3]) for i in range(20)}
 
     def squared_norm():
         total = _exact_sum(tree)

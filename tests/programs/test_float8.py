@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from programs import equations
+from small_runs import new_trainer
 
-from dpmp import DPSGD, DPTrainer, Policy
+from dpmp import Policy
 from dpmp.programs import float8
 from dpmp.programs.float8 import _to_float8, is_native
 from dpmp.programs.formats import round_to
@@ -222,24 +222,15 @@ def test_products_of_wider_operands_are_left_alone():
 @both_ways
 def test_the_preset_trains_and_says_if_it_is_emulated(monkeypatch, recwarn, native):
     monkeypatch.setattr(float8, "is_native", lambda: native)
-    mechanism = DPSGD(
-        num_examples=64,
-        expected_batch_size=16,
-        iterations=2,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
-    )
-    trainer = DPTrainer(
-        mechanism=mechanism,
+    trainer = new_trainer(
         loss_fn=lambda w, x: jnp.mean((x @ w) ** 2).astype(jnp.float32),
-        optimizer=optax.sgd(0.1),
-        policy=Policy.from_name("float8"),
+        policy="float8",
     )
     said = [w for w in recwarn if "emulated" in str(w.message)]
     assert len(said) == (not native)
     state = trainer.init(jnp.ones((5, 2)))
     data = np.ones((64, 5), np.float32)
-    batch = data[: mechanism.padded_batch_size]
+    batch = data[: trainer.mechanism.padded_batch_size]
     assert ("f8E4M3FN" in trainer.lower(state, batch).as_text()) == native
     state = trainer.fit(state, data, progress=False)
     assert state.params.dtype == jnp.float32

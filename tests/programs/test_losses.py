@@ -63,8 +63,6 @@ LOSSES = {
     "other params": (lambda p, x: jnp.mean(x @ STATE), "float32", UNREAD),
     "no data": (lambda p, x: jnp.sum(p["w"]), "float32", UNREAD_BATCH),
     "other data": (lambda p, x: jnp.sum(p["w"] @ STATE), "float32", UNREAD_BATCH),
-    "jit": (lambda p, x: jax.jit(lambda w: jnp.sum(x @ w))(p["w"]), "float32", None),
-    "entry": (lambda p, x: p["w"][0] * x[0, 0], "float32", None),
     "a key of its own": (
         lambda p, x: drop(p["w"], x, jax.random.key(0)),
         "float32",
@@ -92,7 +90,6 @@ LOSSES = {
         "float32",
         DROPPED,
     ),
-    "used state": (lambda p, x: jnp.sum((x * STATE) @ p["w"]), "float32", None),
     "state of no example": (
         lambda p, x: (STATE + 1, jnp.sum(x @ p["w"]))[1],
         "float32",
@@ -105,7 +102,6 @@ LOSSES = {
     ),
     "wide in bfloat16": (computes_in_float32, "mixed_bfloat16", NARROW),
     "wide in float16": (computes_in_float32, "mixed_float16", NARROW),
-    "narrow": (lambda p, x: jnp.sum(x @ p["w"]), "mixed_bfloat16", None),
     "one of two is narrow": (has_a_product_of_each_kind, "mixed_bfloat16", None),
     "no product": (
         lambda p, x: jnp.sum((x * p["w"]).astype(jnp.float32)),

@@ -14,6 +14,7 @@ import qwix
 import reference
 from flax import linen
 from models import ZOO
+from small_runs import new_trainer
 
 import dpmp
 from dpmp import Policy, book_keeping
@@ -384,25 +385,17 @@ def test_a_share_of_the_parameters_is_drawn_anew_for_each_step():
 @pytest.mark.parametrize("method", ["per_example", "book_keeping"])
 def test_a_rotating_policy_trains_with_one_program(method):
     policy = Policy(jnp.float32, jnp.float32, products="nvfp4", rounded_share=0.5)
-    mechanism = dpmp.DPSGD(
-        num_examples=64,
-        expected_batch_size=16,
-        iterations=6,
-        l2_clip_norm=1.0,
+    trainer = new_trainer(
+        loss_fn=_two_layers,
+        optimizer=optax.sgd(0.01),
+        policy=policy,
         noise_multiplier=0.0,
         method=method,
         arithmetic=reference.FLOAT_SUMS[method],
     )
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=_two_layers,
-        optimizer=optax.sgd(0.01),
-        policy=policy,
-        prng_key=jax.random.key(0),
-    )
     state, data = trainer.init(_PARAMS), np.tile(_X, (22, 1))[:64]
     state = trainer.fit(state, data, progress=False)
-    assert state.step == 6
+    assert state.step == 7
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.params))
     assert len(trainer._step._programs) == 1
 

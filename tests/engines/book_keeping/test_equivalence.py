@@ -1,7 +1,7 @@
 """Norms and sums are those of per-example gradients, whatever a loss is made of.
 
-The losses are parts of real models, programs that are no models, and losses whose
-gradients the backward pass materializes.
+The losses are parts of real models, and losses whose gradients the backward pass
+materializes.
 """
 
 import jax

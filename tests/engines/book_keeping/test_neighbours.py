@@ -15,10 +15,6 @@ import dpmp
 _rng = np.random.default_rng(0)
 
 
-def _clip(loss, params, *batch, **options):
-    return _clip_fn(loss, **options)(params, *batch)
-
-
 def _clip_fn(loss, *, clip_norm=1.0, **options):
     """The sum as a function of parameters and a batch, compiled for its shapes."""
     method = options.pop("method", "book_keeping")
@@ -71,7 +67,7 @@ def test_sums_follow_the_per_example_gradients(dtype):
 
     params = dict.fromkeys(functions, np.float32([1, 2, 3, 4]))
     ours, theirs = (
-        _clip(loss, params, x, clip_norm=100.0, method=method)
+        _clip_fn(loss, clip_norm=100.0, method=method)(params, x)
         for method in ("book_keeping", "per_example")
     )
     # Not to one unit of bfloat16 of the sum, which is several clip norms; in float16

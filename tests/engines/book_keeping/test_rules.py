@@ -380,8 +380,6 @@ def _methods_of_model(name):
 _GRAM, _ENTRIES = ("gram", "dot"), ("entries", "add")
 _IDENTITY = ("entries", "identity")
 _CONVOLUTION = ("stored", "convolution")
-_THREE_USES = ("parameters", "dot", "dot", "dot")
-
 _CHOSEN = {
     "mlp": {"hidden/w": [_GRAM], "hidden/b": [_ENTRIES], "out/b": [_ENTRIES]},
     "conv": {"kernel": [_CONVOLUTION], "bias": [_ENTRIES], "out": [_GRAM]},
@@ -393,7 +391,6 @@ _CHOSEN = {
         "qkv": [_GRAM],
     },
     "group_norm_cnn": {"stem": [("product", "convolution")]},
-    "decoder": {"layers/scale": [("entries", "mul")] * 6, "shared": [_THREE_USES]},
     # Loops: a stack of layers has one norm method; shared parameters have positions.
     "decoder-scan": {
         "layers/qkv": [_GRAM],
