@@ -91,6 +91,25 @@ def test_every_entry_is_added_once(sizes):
     np.testing.assert_array_equal(total(), expected)
 
 
+@pytest.mark.parametrize("sizes", [[1], [33], [513, 7], [4099], [70_001], [2**17]])
+def test_no_path_of_entries_has_more_additions_than_are_counted(sizes):
+    def add(a, b):
+        """Of numbers of additions, plus one; 0 is an empty sum."""
+        return jnp.where(a * b == 0, a + b, jnp.maximum(a, b) + 1)
+
+    counted = 0
+
+    @jax.jit
+    def longest(xs):
+        nonlocal counted
+        stack = [_stored.StoredArray(x, x.dtype, x.shape[1:]) for x in xs]
+        total, counted = reduction.sum_entries(stack, _square, add)
+        return total - 1
+
+    (found,) = longest([jnp.ones((1, size)) for size in sizes])
+    assert found <= counted <= 2 * found + 10
+
+
 def test_a_program_has_arrays_of_one_shape_once():
     def num_lines(count):
         def squares(xs):
