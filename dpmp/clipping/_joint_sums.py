@@ -152,7 +152,10 @@ class ReleasedMetrics:
     def stddev(
         self, name: str, noise_multiplier: float, expected_batch_size: float
     ) -> float:
-        """The standard deviation of the noise on a metric, in the metric's own unit."""
+        """The standard deviation of the noise on a metric, in the metric's own unit.
+
+        An adaptive clip norm makes it wider; `statement()` of a mechanism counts that.
+        """
         _validate.one_of(self.names, name=name)
         noise_multiplier = as_real(noise_multiplier)
         expected_batch_size = as_real(expected_batch_size)
