@@ -239,6 +239,7 @@ TABLE = {
         ("policy", "bf16", jnp.bfloat16),
         ("loss_fn", None, lambda params, batch, key: 0.0),
         ("loss_fn must be", {"uses_prng_key": True}),
+        ("loss_fn must be without a scale", "loss_fn", ScaledLoss(loss_fn, 2.0)),
         ("loss_scale", 3.0, "dynamic", loss_scaling.by_loss, loss_scaling.DynamicScale),
         ("loss_scale must be a function of", "loss_scale", lambda: 1.0),
         ("uses_prng_key", "no", 1),
@@ -246,6 +247,7 @@ TABLE = {
     ],
     init: [
         ("params", {}),
+        ("every dict in params must", "params", {0: FLOATS, "w": FLOATS}),
         (
             "every leaf of params must",
             "params",
@@ -625,6 +627,9 @@ CALLED = {
     "the dataset must": [lambda: good_trainer().load_batch(state(), None)],
     "a batch must be drawn": [
         lambda: train_step(at_step(1), good_trainer().load_batch(state(), DATA), None)
+    ],
+    "is_padding_example must be left out": [
+        lambda: train_step(state(), good_trainer().load_batch(state(), DATA))
     ],
     "step must be below": [lambda: train_step(at_step(2))],
     "epochs must be": [lambda: dpmp.DPSGD.from_epochs(epochs=0, **FIELDS_OF_EPOCHS)],

@@ -107,8 +107,8 @@ class TestRoundTrip:
         assert_same(restore(tmp_path, uncommitted), {"x": x + 0, "n": jnp.float32(3)})
 
     def test_names_and_paths_may_have_any_characters(self, tmp_path):
-        directory = tmp_path / "run [1] * a?b {x} ünï %7"
-        directory.mkdir()
+        directory = tmp_path / "gs:" / "run [1] * a?b {x} ünï %7"
+        directory.mkdir(parents=True)
         names = ["a.b", "a/b", "", " ", "*", "..", "['a']['b']", "ä", "0", 0, "a"]
         state = {str(type(x)) + str(x): jnp.full(2, i) for i, x in enumerate(names)}
         state |= {"a.b": jnp.zeros(2), "a": {"b": jnp.ones(2), "": jnp.ones(3)}}

@@ -378,6 +378,7 @@ def test_steps_before_and_beside_the_directory_are_paid_for_once(tmp_path):
     for _ in range(2):
         fit(trainer, tmp_path, state=state)
         assert num_paid(tmp_path) == 7
+        assert checkpoints(tmp_path) == [3, 4, 7]
     assert epsilon_of(tmp_path) == PLANNED
 
 
