@@ -249,6 +249,7 @@ def test_an_exception_of_a_callback_pays_for_what_it_saw(tmp_path):
     assert int(trainer.last_state.step) == 6
     assert same(trainer.init_or_restore(PARAMS, tmp_path), trainer.last_state)
     fit(trainer, tmp_path)
+    assert trainer.last_state is None
     assert epsilon_of(tmp_path) == PLANNED
 
 

@@ -103,15 +103,6 @@ def test_a_batch_is_used_once(again, taken):
     assert trainer.train_step(other, trainer.load_batch(other, DATA)).step == 1
 
 
-def test_a_batch_of_another_step_is_refused():
-    trainer = fresh_trainer()
-    state, batch = start(trainer)
-    state = trainer.train_step(state, trainer.load_batch(state, DATA))
-    with pytest.raises(ValueError, match="drawn by the mechanism, and for the state"):
-        trainer.train_step(state, batch)
-    assert not state.params["w"].is_deleted()
-
-
 def test_a_batch_is_refused_in_a_forked_process():
     _, batch = start(fresh_trainer())
     with warnings.catch_warnings(action="ignore"):  # jax warns of any fork
@@ -201,12 +192,6 @@ def in_grad(step, state, batch):
     return jax.grad(loss)(state.params)
 
 
-def in_scan(step, state, batch):
-    return jax.lax.scan(
-        lambda state, _: (step(state, batch), None), state, jnp.arange(2)
-    )
-
-
 def in_vmap(step, state, batch):
     states = jax.tree.map(lambda x: jnp.stack([x, x]), state)
     return jax.vmap(lambda state: step(state, batch))(states)
@@ -215,11 +200,8 @@ def in_vmap(step, state, batch):
 TRANSFORMED = {
     "jit": lambda step, *args: jax.jit(step)(*args),
     "jit of nothing": lambda step, *args: jax.jit(lambda: step(*args))(),
-    "scan": in_scan,
     "vmap": in_vmap,
     "grad": in_grad,
-    "checkpoint": lambda step, *args: jax.checkpoint(step)(*args),
-    "eval_shape": jax.eval_shape,
 }
 
 
