@@ -53,11 +53,3 @@ def test_a_run_may_go_on_with_other_settings():
         assert 0.5 < float(state.clip_norm) / before < 2
         state = fit(other, state=state)
         assert other.guarantee(state) == other.mechanism.guarantee()
-
-
-@pytest.mark.parametrize("clipping", [2.0, dpmp.AutomaticClipping()], ids=str)
-def test_a_state_of_another_kind_of_clipping_is_refused(clipping):
-    adaptive, other = trainer(), trainer(clipping)
-    for before, after in ((adaptive, other), (other, adaptive)):
-        with pytest.raises(ValueError, match="clip_norm"):
-            fit(after, state=before.init(PARAMS))

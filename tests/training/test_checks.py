@@ -71,17 +71,6 @@ def test_errors_in_the_loss_say_what_it_was_given():
         fit(params=jnp.zeros(4), policy="mixed_bfloat16")
 
 
-def test_dtypes_that_clash_under_a_policy_are_explained():
-    def recurrent(w, batch):
-        def step(carry, x):
-            return carry + x * w, None
-
-        return jnp.sum(jax.lax.scan(step, jnp.zeros(3), batch["x"])[0])
-
-    with pytest.raises(ValueError, match=r"are bfloat16.*dpmp\.autocast\(loss_fn\)"):
-        fit(loss_fn=recurrent, policy="mixed_bfloat16")
-
-
 def test_the_default_of_an_argument_is_not_shown():
     def loss(w, batch, more, data=SECRET):
         return loss_fn(w, batch)

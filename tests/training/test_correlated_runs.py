@@ -35,6 +35,8 @@ BANDS, STEPS = 4, 10
 STRATEGY = banded_toeplitz(BANDS, iterations=STEPS)
 FIELDS = {"strategy": STRATEGY, "iterations": STEPS, "expected_batch_size": 8}
 INVERSE = banded_inverse(3, iterations=STEPS, steps_per_epoch=8)
+ADAPTIVE = dpmp.AdaptiveClipNorm(initial=1.0)
+ADD_OR_REMOVE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 WAYS = {"bands": FIELDS, "inverse": FIELDS | {"strategy": INVERSE}}
 MECHANISM = dataclasses.replace(MECHANISM, **FIELDS)
 OF_INVERSE = dataclasses.replace(MECHANISM, strategy=INVERSE)
@@ -64,11 +66,6 @@ def test_all_examples_of_a_group_take_part_with_an_inverse(batches):
     assert trainer.guarantee(state) == OF_INVERSE.guarantee()
 
 
-def epsilon_of_rounds(number):
-    event = accounting.dpsgd_event(1.0, number, sampling_prob=1 / 2)
-    return accounting.get_epsilon(event, delta=DELTA * (1 - 1e-4)).epsilon
-
-
 def test_groups_take_turns(trainer, batches):
     state = fit(trainer)
     assert len(batches) == STEPS
@@ -78,26 +75,38 @@ def test_groups_take_turns(trainer, batches):
     assert trainer.guarantee(state) == MECHANISM.guarantee()
 
 
-def test_epsilon_is_that_of_the_turns_of_one_group():
+def test_sizes_are_those_of_groups():
     assert MECHANISM.sampling_prob == 1 / 2
-    assert MECHANISM.batch_selection_strategy == PoissonSampling(
-        1 / 2, STEPS, 16, BANDS
-    )
-    for step, number in ((1, 1), (4, 1), (5, 2), (8, 2), (10, 3)):
-        found = MECHANISM.guarantee(step).epsilon
-        assert found == pytest.approx(epsilon_of_rounds(number), rel=1e-6)
+    sampling = PoissonSampling(1 / 2, STEPS, 16, BANDS)
+    assert MECHANISM.batch_selection_strategy == sampling
+    assert MECHANISM.without_privacy().batch_selection_strategy == sampling
     calibrated = MECHANISM.calibrate(epsilon=2.0, delta=DELTA)
     assert calibrated.guarantee().epsilon <= 2.0
-    assert (
-        dpmp.DPSGD.from_epochs(
-            epochs=3,
-            num_examples=320,
-            expected_batch_size=8,
-            l2_clip_norm=1.0,
-            strategy=dataclasses.replace(STRATEGY, iterations=200),
-        ).iterations
-        == 3 * 40
-    )
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "sampling_prob", "turns"),
+    [
+        (MECHANISM, 1 / 2, {1: 1, 4: 1, 5: 2, 8: 2, 10: 3}),
+        (OF_INVERSE, 1.0, {1: 1, 8: 1, 9: 2, 10: 2}),
+    ],
+    ids=WAYS,
+)
+def test_epsilon_is_that_of_the_turns_of_one_group(mechanism, sampling_prob, turns):
+    for step, number in turns.items():
+        event = accounting.dpsgd_event(1.0, number, sampling_prob=sampling_prob)
+        expected = accounting.get_epsilon(event, delta=DELTA * (1 - 1e-4)).epsilon
+        assert mechanism.guarantee(step).epsilon == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("fields", [FIELDS, {"sampling": "random_allocation"}])
+def test_steps_that_are_tied_together_are_not_made_alone(fields):
+    trainer = new_trainer(**fields)
+    state, mask = trainer.init(PARAMS), np.zeros(SIZE, bool)
+    with pytest.raises(ValueError, match="fit must make them"):
+        trainer.load_batch(state, DATA)
+    with pytest.raises(ValueError, match="fit must make them"):
+        trainer.train_step(state, DATA, mask)
 
 
 @pytest.mark.parametrize("bands", [1, 3])
@@ -125,7 +134,6 @@ def test_one_band_is_the_mechanism_without_a_strategy():
     assert one.mechanism.step_cost == plain.mechanism.step_cost
     states = [fit(x) for x in (plain, one)]
     assert same(*states)
-    assert same(fit(one, stop_at=3), fit(plain, stop_at=3))
 
 
 def noises(trainer, state, size, directory=None):
@@ -137,13 +145,6 @@ def noises(trainer, state, size, directory=None):
 
     fit(trainer, directory, state=state, callback=callback, every=1)
     return np.diff(np.stack(found), axis=0)
-
-
-def test_epsilon_of_an_inverse_is_that_of_one_gaussian_mechanism_for_each_epoch():
-    for step, epochs in ((1, 1), (8, 1), (9, 2), (10, 2)):
-        event = accounting.dpsgd_event(1.0, epochs, sampling_prob=1.0)
-        expected = accounting.get_epsilon(event, delta=DELTA * (1 - 1e-4)).epsilon
-        assert OF_INVERSE.guarantee(step).epsilon == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -257,35 +258,6 @@ def test_devices_share_a_run(way, spec):
     assert len(trainer._step._programs) == 2
 
 
-def test_the_statement_describes_turns_and_noise():
-    text = " ".join(MECHANISM.statement().split())
-    assert "the examples form 4 groups, by their places in the dataset" in text
-    assert "depends on that of up to 3 steps before" in text
-    stddev = MECHANISM.overflow_stddev
-    assert (
-        f"noise of standard deviation {stddev / MECHANISM.expected_batch_size:.2g}"
-        in text
-    )
-    text = " ".join(OF_INVERSE.statement().split())
-    assert "8 groups, by their places in the dataset, which take turns. All" in text
-    assert "earlier independent noise is subtracted from it, times" in text
-    stddev = OF_INVERSE.overflow_stddev
-    assert (
-        f"noise of standard deviation {stddev / MECHANISM.expected_batch_size:.2g}"
-        in text
-    )
-
-
-def test_steps_are_not_made_alone(trainer):
-    state = trainer.init(PARAMS)
-    for call in (
-        lambda: trainer.load_batch(state, DATA),
-        lambda: trainer.train_step(state, DATA, np.zeros(SIZE, bool)),
-    ):
-        with pytest.raises(ValueError, match="fit must make them"):
-            call()
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -293,19 +265,11 @@ def test_steps_are_not_made_alone(trainer):
         ({"iterations": 11}, "for all iterations"),
         ({"arithmetic": "unproved_float32"}, "arithmetic must have a grid"),
         (
-            {
-                "l2_clip_norm": dpmp.AdaptiveClipNorm(initial=1.0),
-                "rescale_to_unit_norm": True,
-            },
+            {"l2_clip_norm": ADAPTIVE, "rescale_to_unit_norm": True},
             "the clip norm must not adapt",
         ),
         (
-            {
-                "neighboring_relation": (
-                    dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-                ),
-                "method": "per_example",
-            },
+            {"neighboring_relation": ADD_OR_REMOVE, "method": "per_example"},
             "examples must have fixed places",
         ),
         ({"expected_batch_size": 17}, "at most num_examples over the bands"),
@@ -325,10 +289,3 @@ def test_steps_are_not_made_alone(trainer):
 def test_what_does_not_fit_a_strategy_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(MECHANISM, **{"arithmetic": None} | fields)
-
-
-def test_the_baseline_has_the_same_batches(batches):
-    fit(new_trainer(**FIELDS, is_private=False))
-    assert len(batches) == STEPS
-    for step, batch in enumerate(batches):
-        assert np.all(batch % BANDS == step % BANDS)

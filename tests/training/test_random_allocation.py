@@ -7,10 +7,8 @@ import jax
 import numpy as np
 import pytest
 from small_runs import (
-    DATA,
     DELTA,
     MECHANISM,
-    PARAMS,
     SIZE,
     FailureError,
     Source,
@@ -77,19 +75,6 @@ def test_every_example_takes_part_once_in_every_epoch(trainer, batches, prefetch
     assert trainer.guarantee(state) == MECHANISM.guarantee()
 
 
-@pytest.mark.parametrize("method", ["book_keeping", "per_example"])
-def test_noise_is_less_than_with_poisson_sampling(method):
-    other = dataclasses.replace(MECHANISM, sampling="poisson", iterations=2 * EPOCH)
-    allocated, poisson = (
-        dataclasses.replace(other, method=method, sampling=name).calibrate(
-            epsilon=4.0, delta=DELTA
-        )
-        for name in ("random_allocation", "poisson")
-    )
-    assert allocated.noise_multiplier < 0.95 * poisson.noise_multiplier
-    assert allocated.guarantee().epsilon <= 4.0
-
-
 def test_guarantees_count_begun_epochs():
     found = [MECHANISM.guarantee(step).epsilon for step in range(STEPS + 1)]
     assert found[0] == 0 < found[1] == found[EPOCH] < found[EPOCH + 1]
@@ -110,13 +95,6 @@ def test_sizes_determine_the_steps_of_an_epoch():
     for fields in ({"sampling_prob": 0.3}, {"sampling": "shuffled"}):
         with pytest.raises(ValueError, match="sampling"):
             dataclasses.replace(MECHANISM, **fields)
-
-
-def test_the_statement_says_how_batches_are_drawn():
-    text = " ".join(MECHANISM.statement().split())
-    assert "in every epoch of 4 steps, each example is in one batch" in text
-    assert "goes on inside an epoch" in text
-    assert "with probability" not in text.split("- Sampling:")[1].split("- Steps:")[0]
 
 
 def test_a_run_goes_on_inside_an_epoch_by_poisson_steps(trainer, batches, tmp_path):
@@ -186,16 +164,6 @@ def test_another_cost_is_another_stage(trainer, tmp_path):
     assert spent.guarantee_if_planned(delta=DELTA).epsilon < expected
 
 
-def test_steps_of_an_epoch_are_not_made_alone(trainer):
-    state = trainer.init(PARAMS)
-    for call in (
-        lambda: trainer.load_batch(state, DATA),
-        lambda: trainer.train_step(state, DATA, np.zeros(SIZE, bool)),
-    ):
-        with pytest.raises(ValueError, match="fit must make them"):
-            call()
-
-
 def test_runs_of_one_key_are_equal():
     key = jax.random.key(3)
     states = [
@@ -230,13 +198,3 @@ def test_an_interrupted_run_of_a_key_has_other_noise_from_there_on(tmp_path):
     whole = words_of(tmp_path / "whole", STEPS)
     parts = words_of(tmp_path / "parts", 6, STEPS)
     assert [whole[i] == parts[i] for i in range(STEPS)] == [True] * 6 + [False] * 5
-
-
-def test_the_ledger_says_how_batches_were_drawn(trainer, tmp_path):
-    fit(trainer, tmp_path, stop_at=4)
-    assert ranges(tmp_path)[-1] == ("released", 3, 4)
-    spent = Ledger(tmp_path).spent
-    (segment,) = spent.segments
-    assert segment.cost.sampling == "random_allocation"
-    restored = type(spent).from_array(spent.to_array(), num_examples=SIZE)
-    assert restored == spent
