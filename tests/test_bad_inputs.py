@@ -502,7 +502,7 @@ TABLE = {
         ),
     ],
     partial(ScaledLoss, linear): [
-        ("loss_scale", 3.0),
+        ("loss_scale", 3.0, 0.0, -1.0, 2.0**41, np.inf, np.nan, "2"),
         ("a dynamic loss_scale must", "loss_scale", loss_scaling.DynamicScale()),
     ],
     report: [("policy", "half"), ("loss_scale", 3.0)],
@@ -837,9 +837,11 @@ def test_a_parameter_that_is_never_read_is_warned_of():
         made.fit(state, DATA, progress=False)
 
 
-def test_autocast_under_a_policy_of_16_bits_is_warned_of():
+def test_policies_of_16_bits_are_warned_of_where_they_train_little():
     with pytest.warns(UserWarning, match="the policy rounds parameters"):
         trainer(loss_fn=dpmp.autocast(loss_fn), policy="mixed_bfloat16")
+    with pytest.warns(UserWarning, match="Pass loss_scale="):
+        trainer(policy="mixed_float16")
 
 
 @pytest.mark.parametrize("folder", ["checkpoints", "checkpoints/2"])

@@ -10,35 +10,25 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 
 import dpmp
-from dpmp import accounting, batch_selection, loss_scaling, noise_addition
+from dpmp import accounting, loss_scaling, noise_addition
 from dpmp._validate import as_number, as_real
 from dpmp.batch_selection import PoissonSampling
-from dpmp.clipping import _joint_sums
-from dpmp.clipping._joint_sums import ReleasedMetrics
 from dpmp.loss_scaling import DynamicScale
 from dpmp.numerics import ExactSums
 
 KEY = jax.random.key(3)
-DTYPES = ("float16", "float32", "int8", "int32")
 KINDS = {
-    **{
-        name: getattr(np, name)
-        for name in (
-            *("float16", "float32", "float64", "longdouble"),
-            *("int8", "int16", "int32", "int64", "uint8", "uint64"),
-        )
-    },
+    **{x: getattr(np, x) for x in ("float16", "float32", "longdouble")},
+    **{x: getattr(np, x) for x in ("int8", "int64", "uint64")},
     "bfloat16": ml_dtypes.bfloat16,
     "fraction": Fraction,
-    **{f"array-{x}": functools.partial(np.array, dtype=x) for x in DTYPES},
-    **{
-        f"jax-{x}": functools.partial(jnp.array, dtype=x)
-        for x in (*DTYPES, "bfloat16", "uint32")
-    },
+    "array-float16": functools.partial(np.array, dtype="float16"),
+    "array-int32": functools.partial(np.array, dtype="int32"),
+    "jax-bfloat16": functools.partial(jnp.array, dtype="bfloat16"),
+    "jax-int8": functools.partial(jnp.array, dtype="int8"),
 }
 
 
@@ -46,6 +36,10 @@ def dpsgd(**fields):
     defaults = {"num_examples": 120, "expected_batch_size": 16, "iterations": 4}
     fields = {"l2_clip_norm": 1.0, "noise_multiplier": 1.0, **fields}
     return dpmp.DPSGD(**{**defaults, **fields})
+
+
+def guarantee(step=None, delta=1e-5):
+    return dpsgd().guarantee(step, delta=delta)
 
 
 def linear_loss(w, x):
@@ -56,22 +50,6 @@ def clipped(**options):
     """The largest contribution, and a sum, of a function that clips."""
     fun = dpmp.clipped_grad(linear_loss, **{"l2_clip_norm": 1.0, **options})
     return fun.l2_norm_bound, fun(jnp.ones(2), jnp.ones((4, 2)))
-
-
-def clipped_of(argnum):
-    fun = dpmp.clipped_grad(
-        lambda x, w: jnp.sum(w * x), argnum, l2_clip_norm=1.0, batch_argnums=0
-    )
-    return fun(jnp.ones((2, 2)), jnp.ones(2))
-
-
-def clipped_with_key(prng_argnum):
-    fun = dpmp.clipped_fun(
-        lambda x, key: x * jax.random.uniform(key),
-        l2_clip_norm=1.0,
-        prng_argnum=prng_argnum,
-    )
-    return fun(jnp.ones((2, 1)), KEY)
 
 
 def noise(**options):
@@ -86,13 +64,6 @@ def indices(**arguments):
     return PoissonSampling(0.5, 3).indices(**arguments)
 
 
-def composed(count):
-    event = dp_accounting.GaussianDpEvent(300.0)
-    for _ in range(2):
-        event = dp_accounting.SelfComposedDpEvent(event, count)
-    return accounting.get_epsilon(event, delta=1e-5)
-
-
 def sampled(noise_multiplier):
     gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
     event = dp_accounting.PoissonSampledDpEvent(0.5, gaussian)
@@ -104,113 +75,50 @@ def calibrated(**target):
     return dpsgd(num_examples=16).calibrate(**target)
 
 
-def updated_scale(stddev):
-    dynamic = DynamicScale()
-    return dynamic.update(dynamic.init(), jnp.float32(6.0), stddev=stddev)
-
-
-def released(**fields):
-    return ReleasedMetrics(**{"largest_loss": 1.0, **fields})
-
-
-EVENT = {"noise_multiplier": 1.0, "iterations": 3, "sampling_prob": 0.5}
+SAMPLING = {"sampling_prob": 0.5, "iterations": 3}
+EVENT = {"noise_multiplier": 1.0, **SAMPLING}
 TRUNCATED = {**EVENT, "num_examples": 100, "truncated_batch_size": 60}
+GAUSSIAN = dp_accounting.GaussianDpEvent(2.0)
 
 
 def vary(fun, values, **defaults):
     """Functions of one argument each, by name, with a Python number to give it."""
-    label = getattr(fun, "__name__", "")
     return {
-        f"{label}.{name}": (lambda x, name=name: fun(**{**defaults, name: x}), value)
+        f"{fun.__name__}.{name}": (
+            lambda x, name=name: fun(**{**defaults, name: x}),
+            value,
+        )
         for name, value in values.items()
     }
 
 
 # Each takes a number, given as a Python number here, and returns what can be compared.
 INTEGERS = {
-    **vary(
-        dpsgd,
-        dict.fromkeys(
-            (
-                *("num_examples", "iterations", "truncated_batch_size"),
-                *("microbatch_size", "num_parameters"),
-            ),
-            64,
-        ),
-    ),
-    "DPSGD.guarantee": (lambda x: dpsgd(delta=1e-5).guarantee(x), 2),
-    **vary(
-        PoissonSampling,
-        {"iterations": 3, "truncated_batch_size": 3},
-        sampling_prob=0.5,
-        iterations=3,
-    ),
+    **vary(dpsgd, {"num_examples": 64, "iterations": 64, "truncated_batch_size": 64}),
+    **vary(dpsgd, {"microbatch_size": 64, "num_parameters": 64}),
+    **vary(guarantee, {"step": 2}),
+    **vary(PoissonSampling, {"truncated_batch_size": 3}, **SAMPLING),
     **vary(indices, {"step": 2, "num_examples": 2, "key": 2}),
-    "batch_iterator": (
-        lambda x: list(PoissonSampling(0.5, 3).batch_iterator(x, 7)),
-        100,
-    ),
-    "pad_indices": (lambda x: batch_selection.pad_indices(np.arange(2), x), 4),
     **vary(accounting.dpsgd_event, {"iterations": 100}, **EVENT),
     **vary(
         accounting.truncated_dpsgd_event,
-        dict.fromkeys(("iterations", "num_examples", "truncated_batch_size"), 64),
+        {"iterations": 64, "num_examples": 64, "truncated_batch_size": 64},
         **TRUNCATED,
-    ),
-    "get_epsilon.event.count": (composed, 100),
-    "truncation_probability": (
-        lambda x: accounting.truncation_probability(x, 0.25, 30),
-        100,
-    ),
-    "choose_truncated_batch_size": (
-        lambda x: accounting.choose_truncated_batch_size(x, 0.25, multiple_of=x),
-        100,
     ),
     **vary(clipped, {"microbatch_size": 2, "batch_argnums": 1}),
     "ExactSums": (lambda x: clipped(arithmetic=ExactSums(x)), 100),
-    "clipped_grad.argnums": (clipped_of, 1),
-    "clipped_fun.prng_argnum": (clipped_with_key, 1),
     **vary(DynamicScale, {"growth_interval": 100}),
 }
 REALS = {
-    **vary(
-        dpsgd,
-        {
-            **{"expected_batch_size": 1.0, "noise_multiplier": 1.0},
-            **{"l2_clip_norm": 1.0, "sampling_prob": 1.0, "delta": 2.0**-10},
-        },
-    ),
-    "DPSGD.l2_clip_norm.tree": (lambda x: dpsgd(l2_clip_norm={"a": x, "b": 2.0}), 1.0),
-    "DPSGD.guarantee.delta": (lambda x: dpsgd().guarantee(delta=x), 2.0**-10),
-    "DPSGD.from_epochs": (
-        lambda x: dpmp.DPSGD.from_epochs(
-            epochs=x, num_examples=100, expected_batch_size=10, l2_clip_norm=1.0
-        ),
-        3.0,
-    ),
+    **vary(dpsgd, {"expected_batch_size": 1.0, "noise_multiplier": 1.0}),
+    **vary(dpsgd, {"l2_clip_norm": 1.0, "sampling_prob": 1.0, "delta": 2.0**-10}),
+    "dpsgd.l2_clip_norm.tree": (lambda x: dpsgd(l2_clip_norm={"a": x, "b": 2.0}), 1.0),
+    **vary(guarantee, {"delta": 2.0**-10}),
     **vary(calibrated, {"epsilon": 4.0, "delta": 2.0**-10}),
-    **vary(PoissonSampling, {"sampling_prob": 0.5}, iterations=3),
-    **vary(
-        accounting.dpsgd_event, {"noise_multiplier": 0.5, "sampling_prob": 0.5}, **EVENT
-    ),
-    **vary(
-        accounting.truncated_dpsgd_event,
-        {"noise_multiplier": 0.5, "sampling_prob": 0.5},
-        **TRUNCATED,
-    ),
-    "truncation_probability": (
-        lambda x: accounting.truncation_probability(100, x, 30),
-        0.25,
-    ),
-    "choose_truncated_batch_size": (
-        lambda x: accounting.choose_truncated_batch_size(100, x),
-        0.25,
-    ),
-    **vary(
-        accounting.get_epsilon,
-        {"delta": 2.0**-10},
-        event=dp_accounting.GaussianDpEvent(2.0),
-    ),
+    **vary(PoissonSampling, {"sampling_prob": 0.5}, **SAMPLING),
+    **vary(accounting.dpsgd_event, {"noise_multiplier": 0.5}, **EVENT),
+    **vary(accounting.truncated_dpsgd_event, {"sampling_prob": 0.5}, **TRUNCATED),
+    **vary(accounting.get_epsilon, {"delta": 2.0**-10}, event=GAUSSIAN),
     "get_epsilon.event": (sampled, 2.0),
     **vary(
         accounting.calibrate_noise_multiplier,
@@ -218,58 +126,16 @@ REALS = {
         make_event=dp_accounting.GaussianDpEvent,
         delta=1e-5,
     ),
-    "round_up": (accounting.round_up, 3.5),
-    "PrivacyGuarantee": (lambda x: accounting.PrivacyGuarantee(x, x, "", ""), 0.5),
     **vary(clipped, {"l2_clip_norm": 0.5, "normalize_by": 3.0}),
     "clip_pytree": (lambda x: dpmp.clip_pytree(jnp.array([3.0, 4.0]), x), 1.0),
-    "BoundedSensitivityCallable": (
-        lambda x: dpmp.BoundedSensitivityCallable(linear_loss, x, False),
-        3.0,
-    ),
     "ScaledLoss": (lambda x: loss_scaling.ScaledLoss(linear_loss, x), 64.0),
-    "GridArray": (lambda x: dpmp.GridArray(jnp.ones(2, jnp.int32), x).unit, 0.5),
     **vary(noise, {"stddev": 3.0, "l2_sensitivity": 3.0}),
-    "by_loss.target": (lambda x: loss_scaling.by_loss(x)(jnp.float32(0.1)), 100.0),
-    "by_loss.largest": (
-        lambda x: loss_scaling.by_loss(largest=x)(jnp.float32(1e-9)),
-        64.0,
-    ),
-    "count_overflows": (
-        lambda x: _joint_sums.count_overflows(jnp.ones(2), x).unit,
-        3.0,
-    ),
     **vary(DynamicScale, {"initial": 64.0, "tolerated": 2.0}),
-    **vary(updated_scale, {"stddev": 2.0}),
-    **vary(released, {"largest_loss": 3.0, "norm_share": 0.5}),
-    "ReleasedMetrics.stddev": (lambda x: released().stddev("loss", x, x), 3.0),
-    "ReleasedMetrics.joint_norm_bound": (lambda x: released().joint_norm_bound(x), 3.0),
-    **vary(
-        dpmp.Policy,
-        {"rounded_share": 0.5},
-        param_dtype="float32",
-        compute_dtype="bfloat16",
-        products="int8",
-    ),
+    **vary(dpmp.ReleasedMetrics, {"norm_share": 0.5}, largest_loss=1.0),
 }
 CASES = {
     **{f"{name}-integer": case for name, case in INTEGERS.items()},
     **{f"{name}-real": case for name, case in REALS.items()},
-}
-
-
-# These turn a number into a Python number, and check nothing else about it.
-UNCHECKED = {
-    "pad_indices-integer",
-    "get_epsilon.event.count-integer",
-    "clipped_fun.prng_argnum-integer",
-    "round_up-real",
-    "PrivacyGuarantee-real",
-    "BoundedSensitivityCallable-real",
-    "GridArray-real",
-    "updated_scale.stddev-real",
-    "count_overflows-real",
-    "ReleasedMetrics.stddev-real",
-    "ReleasedMetrics.joint_norm_bound-real",
 }
 
 
@@ -317,10 +183,10 @@ def test_a_scalar_of_any_library_means_what_the_python_number_means(name):
     assert num_accepted > 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in UNCHECKED])
+@pytest.mark.parametrize("name", CASES)
 def test_truth_values_are_no_numbers(name):
     fun, _ = CASES[name]
-    for truth in (True, np.bool(True), np.array(True), jnp.array(True)):
+    for truth in (True, np.bool(True), jnp.array(True)):
         with pytest.raises((ValueError, TypeError), match=r"must|positions"):
             fun(truth)
 
@@ -352,22 +218,6 @@ def test_noise_is_as_wide_as_that_of_a_python_number(kind, arithmetic):
     mask = np.zeros(4, bool)
     sums = grad_fn(jnp.zeros(2), np.zeros((4, 2)), is_padding_example=mask)
     assert privatizer.update(sums, privatizer.init(None))[0].any()
-
-
-def test_numbers_of_a_run_may_be_of_any_library():
-    trainer = dpmp.DPTrainer(
-        mechanism=dpsgd(),
-        loss_fn=linear_loss,
-        optimizer=optax.sgd(0.1),
-        policy=dpmp.Policy.from_name("float32"),
-        loss_scale=np.float16(64.0),
-    )
-    assert type(trainer.loss_scale) is float
-    state = trainer.init(jnp.zeros(2))
-    state = trainer.fit(
-        state, np.ones((120, 2), np.float32), stop_at=np.int8(1), progress=False
-    )
-    assert state.step == 1
 
 
 @pytest.mark.parametrize(
