@@ -340,7 +340,7 @@ TABLE = {
     ],
     dpsgd: [
         ("num_examples", 0, 16.5),
-        ("expected_batch_size", 0, np.nan, 17),
+        ("expected_batch_size", 0, np.nan, 17, 0.5),
         ("iterations", 0, True),
         ("every l2_clip_norm must", "l2_clip_norm", -1.0, 0, np.nan, "1"),
         ("l2_clip_norm", None),

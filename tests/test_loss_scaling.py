@@ -216,13 +216,14 @@ def test_no_scale_makes_an_example_count_for_more(method, arithmetic, kind):
 
 
 def test_scales_are_rounded_down_to_powers_of_two_in_range():
-    given = np.float32([3.0, 2.0**41, 1e30, 1e-30, 1e-42, 0.0, 5.5, 2.0**-40])
+    given = [3.0, 2.0**41, 1e30, 1e-30, 1e-42, 0.0, 5.5, 2.0**-40]
+    no_scales = [-2.0, -0.0, math.nan, math.inf, -math.inf]
     scaled = jax.vmap(
         lambda scale: _methods.scaled(lambda x: (x, None), scale)(jnp.float32(1))
     )
-    _, (_, _, scales) = jax.jit(scaled)(given)
+    _, (_, _, scales) = jax.jit(scaled)(np.float32([*given, *no_scales]))
     expected = np.exp2([1.0, 40, 40, -40, -40, -40, 2, -40])
-    np.testing.assert_array_equal(scales, expected)
+    np.testing.assert_array_equal(scales, [*expected, *5 * [math.nan]])
 
 
 @pytest.mark.parametrize("returned", [np.ones(3, np.float32), np.bool(1)])
