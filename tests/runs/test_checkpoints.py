@@ -81,12 +81,6 @@ class TestRoundTrip:
         restored = restore(tmp_path, {"x": jnp.zeros(1_000_000)})
         np.testing.assert_array_equal(restored["x"], np.arange(1_000_000))
 
-    def test_arrays_return_to_the_devices_of_the_given_state(self, tmp_path):
-        save(tmp_path, 1, make_state())
-        placed = jax.device_put(make_state(1), jax.devices()[3])
-        expected = jax.device_put(make_state(), jax.devices()[3])
-        assert_same(restore(tmp_path, placed), expected)
-
     def test_a_checkpoint_of_two_devices_can_be_read_on_one_and_on_four(self, tmp_path):
         def on(number):
             mesh = jax.make_mesh(
@@ -196,16 +190,6 @@ class TestDamage:
         names = {x.name for x in (directory / "checkpoints").iterdir()}
         assert names == {"2", "3"}
 
-    def test_no_whole_checkpoint_is_an_error(self, tmp_path, undamaged):
-        directory = shutil.copytree(undamaged, tmp_path / "run")
-        for step in ("1", "2"):
-            damage(directory / "checkpoints" / step, "cut")
-        with (
-            pytest.warns(UserWarning, match="after step [12] .* is damaged"),
-            pytest.raises(ValueError, match=r"must be whole; .* damaged=\[1, 2\]"),
-        ):
-            restore(directory, {"x": jnp.zeros(5000)})
-
 
 LIKE = {"x": jnp.zeros(3)}
 
@@ -248,14 +232,6 @@ class TestLedger:
     def test_a_ledger_that_is_ahead_is_welcome(self, directory):
         Ledger(directory).append(charged(2, 5))
         assert restore(directory, LIKE) is not None
-
-
-def test_a_pending_checkpoint_is_replaced(tmp_path):
-    (tmp_path / "pending" / "arrays").mkdir(parents=True)
-    (tmp_path / "pending" / "more").touch()
-    save(tmp_path, 1, {"x": jnp.ones(5000)})
-    assert_same(restore(tmp_path, {"x": jnp.zeros(5000)}), {"x": jnp.ones(5000)})
-    assert not (tmp_path / "checkpoints" / "1" / "more").exists()
 
 
 def test_a_full_disk_is_an_error_with_a_short_message(tmp_path):

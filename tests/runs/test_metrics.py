@@ -20,14 +20,6 @@ def steps_of(directory):
     return [x["step"] for x in read(directory)]
 
 
-def test_lines_are_read_as_they_were_written(tmp_path):
-    assert read(tmp_path) == []
-    file = MetricsFile(tmp_path, [], 0)
-    file.append([])
-    file.append([line(1), {"step": 2, "public/a": None}])
-    assert read(tmp_path) == [line(1), {"step": 2, "public/a": None}]
-
-
 def test_steps_that_are_made_again_have_one_line(tmp_path):
     write(tmp_path, [2, 4, 6, 8])
     write(tmp_path, [6, 8], after=5)

@@ -55,14 +55,6 @@ def test_tables_become_columns():
     np.testing.assert_array_equal(series(np.array([3])), [1.5])
 
 
-def test_hugging_face_keeps_small_dtypes_as_numpy():
-    pixels = datasets.Features({"x": datasets.Value("uint8")})
-    dataset = datasets.Dataset.from_dict({"x": [1, 2, 255]}, features=pixels)
-    first = np.arange(2)
-    assert loader_of(dataset.with_format("numpy"), 3)(first)["x"].dtype == np.uint8
-    assert loader_of(dataset, 3)(first)["x"].dtype == np.int32
-
-
 def test_functions_on_the_fly_of_hugging_face_see_one_example():
     plain = datasets.Dataset.from_dict({"x": np.arange(12.0, dtype=np.float32)})
     sizes = []
@@ -124,14 +116,6 @@ def test_a_refusal_says_what_to_pass(name):
         loader_of(make(), 12)
 
 
-def test_files_of_several_arrays_are_refused_as_dicts_are(tmp_path):
-    np.savez(tmp_path / "x.npz", **ARRAYS)
-    with np.load(tmp_path / "x.npz") as arrays:
-        with pytest.raises(ValueError, match=IN_A_DICT):
-            loader_of(arrays, 12)
-        assert_gives_examples_and_zeros(dict(arrays))
-
-
 def test_an_endless_dataset_is_refused_even_if_its_size_was_used():
     endless = EXAMPLES.repeat()
     for use in (check_source, lambda x: loader_of(x, len(x))):
@@ -157,55 +141,29 @@ def test_a_record_that_is_not_like_the_others_is_named_by_check_source_alone(nam
     assert not any(letter.isdigit() for letter in str(caught.value))
 
 
-class TestTorch:
+def test_datasets_of_torch_are_taken_and_loaders_refused():
     """Needs PyTorch, which is large: `pip install '.[llm-fixtures]'`."""
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data
+    pairs = data.TensorDataset(*map(torch.from_numpy, ARRAYS.values()))
 
-    @pytest.fixture
-    def data(self):
-        pytest.importorskip("torch")
-        import torch.utils.data
+    class Photos(data.Dataset):
+        __len__ = Sized.__len__
 
-        return torch.utils.data
+        def __getitem__(self, index):
+            return dict(zip(ARRAYS, pairs[index], strict=True))
 
-    @pytest.fixture
-    def pairs(self, data):
-        import torch
+    class Stream(data.IterableDataset):
+        def __iter__(self):
+            return iter(pairs)
 
-        return data.TensorDataset(*map(torch.from_numpy, ARRAYS.values()))
-
-    def test_map_style_datasets_give_their_examples_and_zeros(self, data, pairs):
-        class Photos(data.Dataset):
-            __len__ = Sized.__len__
-
-            def __getitem__(self, index):
-                return dict(zip(ARRAYS, pairs[index], strict=True))
-
-        halves = [data.Subset(Photos(), range(6)), data.Subset(Photos(), range(6, 12))]
-        for source in (Photos(), data.ConcatDataset(halves)):
-            check_source(source)
-            assert_gives_examples_and_zeros(source)
-        assert_gives_examples_and_zeros(pairs, tuple(ARRAYS.values()))
-
-    def test_loaders_samplers_and_streams_are_refused(self, data, pairs):
-        class Stream(data.IterableDataset):
-            def __iter__(self):
-                return iter(pairs)
-
-        sampler = data.RandomSampler(pairs)
-        for source in (
-            data.DataLoader(pairs, batch_size=4, shuffle=True),
-            sampler,
-            data.BatchSampler(sampler, 4, drop_last=False),
-        ):
-            with pytest.raises(ValueError, match=IN_PLACE_OF_A_LOADER):
-                loader_of(source, 12)
+    halves = [data.Subset(Photos(), range(6)), data.Subset(Photos(), range(6, 12))]
+    for source in (Photos(), data.ConcatDataset(halves)):
+        check_source(source)
+        assert_gives_examples_and_zeros(source)
+    assert_gives_examples_and_zeros(pairs, tuple(ARRAYS.values()))
+    sampler = data.RandomSampler(pairs)
+    batches = data.BatchSampler(sampler, 4, drop_last=False)
+    for source in (data.DataLoader(pairs, batch_size=4), sampler, batches, Stream()):
         with pytest.raises(ValueError, match=IN_PLACE_OF_A_LOADER):
-            loader_of(Stream(), 12)
-
-    def test_a_tensor_that_is_not_an_array_is_named_with_its_error(self, data, pairs):
-        import torch
-
-        source = data.TensorDataset(torch.ones(12, requires_grad=True))
-        with pytest.raises(ValueError, match="got record=0") as caught:
-            check_source(source)
-        assert "requires grad" in str(caught.value.__cause__.__context__)
+            loader_of(source, 12)

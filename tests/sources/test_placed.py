@@ -133,13 +133,6 @@ def test_shardings_that_cannot_divide_a_batch_are_refused(name, size):
             call(trainer.init(PARAMS), DATA, batch_sharding=make_sharding(4))
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_only_the_first_process_reports_progress(number, monkeypatch, capsys):
-    monkeypatch.setattr(jax, "process_index", lambda: number)
-    fit(keyed_trainer(), progress=True)
-    assert bool(capsys.readouterr().err) == (number == 0)
-
-
 def test_several_processes_need_a_sharding(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="batch_sharding must be given"):

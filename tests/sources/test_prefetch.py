@@ -17,7 +17,6 @@ from small_runs import (
     Source,
     fit,
     keyed_trainer,
-    num_of_state,
     same,
 )
 
@@ -149,15 +148,11 @@ def test_ctrl_c_ends_the_wait_for_a_batch():
 
 
 class Recording(Source):
-    """Remembers its batches and their threads, and may fail at one of them."""
+    """Remembers its batches and their threads."""
 
-    def __init__(self, number=0):
-        super().__init__(number, self.fail)
+    def __init__(self):
+        super().__init__(0, None)
         self.requests, self.threads = [], set()
-
-    def fail(self):
-        if self.number:
-            raise FailureError
 
     def __getitem__(self, indices):
         rows = super().__getitem__(indices)
@@ -179,21 +174,6 @@ def test_a_run_is_the_same_bit_for_bit(stop_at):
     for state, requests in results[1:]:
         assert same(state, results[0][0])
         assert requests == results[0][1]
-
-
-@pytest.mark.parametrize(("prefetch", "step"), [(0, 0), (2, 1), (10, 3), (2, 0)])
-def test_the_state_before_a_batch_that_fails_is_kept(prefetch, step):
-    trainer = keyed_trainer()
-    with pytest.raises(RuntimeError, match="the source raised FailureError") as caught:
-        fit(trainer, data=Recording(step + 1), prefetch=prefetch)
-    assert no_threads() is True
-    assert "(raise FailureError)" in str(caught.value)
-    kept = trainer.last_state
-    assert int(kept.step) == step
-    # The error says something about the batch, which is paid for, and not drawn again.
-    resumed = fit(trainer, state=kept, prefetch=prefetch)
-    assert num_of_state(resumed) == 8
-    assert not same(resumed, fit(trainer, prefetch=0))
 
 
 def test_a_batch_of_load_batch_holds_the_examples():
