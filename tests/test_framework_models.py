@@ -10,6 +10,7 @@ import optax
 import pytest
 import reference
 from models import libraries as framework_models
+from small_runs import new_trainer
 
 import dpmp
 
@@ -77,21 +78,15 @@ def _warning_of_float32_in(name):
 @every_model
 def test_a_step_in_mixed_bfloat16_runs(name):
     task = framework_models.make(name)
-    mechanism = dpmp.DPSGD(
-        num_examples=4,
-        expected_batch_size=4,
-        iterations=1,
-        l2_clip_norm=1.0,
-        noise_multiplier=1e-3,
-        truncated_batch_size=4,
-        method="book_keeping",
-        arithmetic=reference.FLOAT_SUMS["book_keeping"],
-    )
-    trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
+    trainer = new_trainer(
         loss_fn=task.loss_fn,
         optimizer=optax.sgd(1.0),
-        policy=dpmp.Policy.from_name("mixed_bfloat16"),
+        policy="mixed_bfloat16",
+        num_examples=4,
+        expected_batch_size=4,
+        noise_multiplier=1e-3,
+        truncated_batch_size=4,
+        arithmetic=reference.FLOAT_SUMS["book_keeping"],
     )
     state = trainer.init(task.params)
     with _warning_of_float32_in(name):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dpmp
 from dpmp._meshes import colocated, strongly_typed
@@ -20,9 +20,7 @@ WEAK = optax.GradientTransformation(
     lambda params: jnp.asarray(0.0), lambda u, s, p: (u, s + jnp.float32(1))
 )
 OPTIONS = {
-    "plain": {},
     "metrics": {"released_metrics": METRICS},
-    "metrics-float32": {"released_metrics": METRICS, "arithmetic": "float32"},
     "dynamic-scale": {"loss_scale": dpmp.loss_scaling.DynamicScale()},
     "adam": {"optimizer": optax.adam(0.1, mu_dtype=jnp.bfloat16)},
     "hyperparams": {
@@ -41,15 +39,8 @@ WIDE = {
     "float64": {"arithmetic": "float64"},
     "float64-params": {"policy": ("float64", "float32"), "released_metrics": METRICS},
 }
-WIDE_TOO = ("metrics", "dynamic-scale", "hyperparams", "weak")
-SLOW = {"plain", "metrics", "dynamic-scale", "weak"}
-CASES = [
-    *(
-        pytest.param(x, False, marks=[pytest.mark.slow] if x in SLOW else [])
-        for x in OPTIONS
-    ),
-    *((name, True) for name in (*WIDE_TOO, *WIDE)),
-]
+CASES = [*((name, False) for name in OPTIONS), ("hyperparams", True)]
+CASES += [(name, True) for name in WIDE]
 
 
 def make_trainer(
@@ -95,12 +86,9 @@ def test_a_step_returns_the_types_that_init_gives(name, x64):
         assert not any(is_weak for _, _, is_weak in before.values())
 
 
-@pytest.mark.parametrize(
-    "arithmetic", ["float64", pytest.param("exact", marks=pytest.mark.slow)]
-)
-def test_metrics_are_released_in_64_bit_mode(arithmetic):
+def test_metrics_are_released_in_64_bit_mode():
     with jax.enable_x64(True):
-        trainer = make_trainer(released_metrics=METRICS, arithmetic=arithmetic)
+        trainer = make_trainer(released_metrics=METRICS, arithmetic="float64")
         state = trainer.init(np.ones(4, np.float32))
         data = np.ones((64, 4), np.float32)
         state = trainer.fit(state, data, progress=False, stop_at=1)
@@ -125,35 +113,6 @@ def mesh_of(num_devices):
     return jax.make_mesh(
         (num_devices,), ("x",), axis_types=(AxisType.Auto,), devices=devices
     )
-
-
-PLACES = {
-    "anywhere": lambda: None,
-    "one-device": lambda: SingleDeviceSharding(jax.devices()[1]),
-    "everywhere": lambda: NamedSharding(mesh_of(2), PartitionSpec()),
-    "sharded": lambda: NamedSharding(mesh_of(2), PartitionSpec("x")),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the parameters are on several devices")
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_is_compiled_once_wherever_it_is(place):
-    trainer = make_trainer(released_metrics=METRICS)
-    params = jnp.ones(4)
-    if PLACES[place]() is not None:
-        params = jax.device_put(params, PLACES[place]())
-    state = trainer.init(params)
-    before = jax.tree.map(lambda x: x.sharding, state._replace(spent=None))
-    counts = []
-    state = trainer.fit(
-        state,
-        np.ones((64, 4), np.float32),
-        progress=False,
-        callback=lambda _: counts.append(NUM_COMPILED[0]),
-    )
-    assert len(set(counts)) == 1
-    assert jax.tree.map(lambda x: x.sharding, state._replace(spent=None)) == before
 
 
 def test_a_run_on_sharded_batches_is_compiled_once():
