@@ -71,12 +71,6 @@ def test_functions_on_the_fly_of_hugging_face_see_one_example():
     assert sizes[-3:] == [1, 1, 1]
 
 
-def test_random_views_of_grain_are_the_same_in_every_step():
-    views = EXAMPLES.seed(1).random_map(lambda x, rng: x["x"] + rng.normal(size=2))
-    load = loader_of(views, 12)
-    np.testing.assert_array_equal(*(load(np.array([3, 7])) for _ in range(2)))
-
-
 IN_PLACE_OF_A_LOADER = r"pass the dataset that it reads .*loader\.dataset\). dpmp draws"
 IN_A_DICT = r"pass one: data\[\"train\"\]\. Convert columns to arrays by np\.asarray"
 
@@ -122,23 +116,6 @@ def test_an_endless_dataset_is_refused_even_if_its_size_was_used():
         with pytest.raises(ValueError, match=r"Leave out repeat\(\)") as caught:
             use(endless)
         assert str(sys.maxsize) in str(caught.value)
-
-
-NOT_ALIKE = {
-    "filtered": lambda: EXAMPLES.filter(lambda x: x["label"] != 8),
-    "None": lambda: datasets.Dataset.from_dict({"x": [*range(7), None, *range(4)]}),
-    "ragged": lambda: rows().map(lambda x, i: {"x": [1.0] * (2 + (i == 7))}, True),
-}
-
-
-@pytest.mark.parametrize("name", NOT_ALIKE)
-def test_a_record_that_is_not_like_the_others_is_named_by_check_source_alone(name):
-    source = NOT_ALIKE[name]()
-    with pytest.raises(ValueError, match="got record=7"):
-        check_source(source)
-    with pytest.raises(ValueError, match=r"one row for each.*check_source") as caught:
-        loader_of(source, 12)(np.array([3, 7]))
-    assert not any(letter.isdigit() for letter in str(caught.value))
 
 
 def test_datasets_of_torch_are_taken_and_loaders_refused():

@@ -103,17 +103,6 @@ def test_a_source_of_single_examples_is_asked_for_the_sampled_ones_alone():
     assert not any(len(np.atleast_1d(x)) == 0 for x in source.asked)
 
 
-def test_examples_do_not_depend_on_the_others_of_their_batch():
-    class Normalised(Sized):
-        """Takes arrays of indices by accident, and then mixes the examples."""
-
-        def __getitem__(self, index):
-            return ARRAYS["x"][index] - ARRAYS["x"][index].mean()
-
-    batch = loader_of(Normalised(), 12)(np.array([3, 5]))
-    np.testing.assert_array_equal(batch, [[-0.5, 0.5]] * 2)
-
-
 def test_a_source_that_takes_one_index_is_never_given_more():
     class Clipped(Sized):
         """Mixes the examples of an array, but not those of the first two."""

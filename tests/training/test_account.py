@@ -73,10 +73,6 @@ class TestBudget:
     def test_a_run_without_steps_needs_no_budget(self, steps_within):
         assert steps_within(0.5, lambda n: 7.0, 3, 3) == 3
 
-    def test_a_budget_that_is_used_up_names_the_ledger(self, steps_within):
-        with pytest.warns(UserWarning, match=r"after step 3 of 5. .*dpmp ledger DIR"):
-            assert steps_within(0.5, lambda n: 7.0, 3, 5) == 3
-
 
 @ANOTHER_MECHANISM
 def test_a_budget_limits_what_is_planned_of_a_second_cost(tmp_path):

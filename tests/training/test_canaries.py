@@ -15,9 +15,14 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from small_runs import FailureError, fails_at, known_bits, places_of_keys
+from small_runs import (
+    FailureError,
+    fails_at,
+    known_bits,
+    new_trainer,
+    places_of_keys,
+)
 
 import dpmp
 
@@ -49,19 +54,12 @@ class Source:
 
 
 def make_trainer(num_examples=SIZE):
-    return dpmp.DPTrainer(
-        mechanism=dpmp.DPSGD(
-            num_examples=num_examples,
-            expected_batch_size=8,
-            iterations=6,
-            l2_clip_norm=1.0,
-            noise_multiplier=1.0,
-            delta=1e-3,
-            released_metrics=dpmp.ReleasedMetrics(largest_loss=8.0),
-        ),
+    return new_trainer(
+        num_examples=num_examples,
+        expected_batch_size=8,
+        iterations=6,
+        released_metrics=dpmp.ReleasedMetrics(largest_loss=8.0),
         loss_fn=lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2),
-        optimizer=optax.sgd(0.1),
-        policy="float32",
     )
 
 
