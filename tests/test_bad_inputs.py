@@ -253,7 +253,6 @@ TABLE = {
             "params",
             {"w": INTEGERS},
             {"w": FLOATS, "f": jax.nn.relu},
-            {"w": "weights"},
             {"w": np.array([1.0, None], object)},
             {"w": np.ones(3, np.complex64)},
         ),
@@ -272,15 +271,7 @@ TABLE = {
     fit: [
         ("state must be", "given", PARAMS),
         ("progress", "no"),
-        (
-            "checkpoint_dir",
-            3,
-            "",
-            "s3://runs/1",
-            "a\x00b",
-            "\ud800",
-            "/tmp/" + "long" * 1000,
-        ),
+        ("checkpoint_dir", 3, "", "s3://runs/1", "a\x00b", "\ud800"),
         ("stop_at", 3, -1, 1.5),
         ("callback", 3, "print"),
         ("callback must be a function of (state)", "callback", lambda: None, dict.get),
@@ -302,10 +293,8 @@ TABLE = {
             "data",
             None,
             str(SECRET),
-            [{"x": x} for x in DATA["x"]],
             {"x": DATA["x"][:3], "y": DATA["y"]},
             {name: x[:8] for name, x in DATA.items()},
-            np.float32(SECRET),
             iter(DATA["x"]),
             Broken,
             pathlib.Path("data.npz"),
@@ -479,12 +468,7 @@ TABLE = {
         ("compute_dtype", "int8", "bf16", "float8_e4m3fn"),
         ("matmul_precision", "fast"),
         ("float32_paths", "norm", 3),
-        (
-            "every entry of float32_paths must",
-            "float32_paths",
-            ("norm", "layers.("),
-            (3,),
-        ),
+        ("every entry of float32_paths must", "float32_paths", ("norm", "layers.(")),
         ("products must be a format", "products", 3.0),
         ("format must be one of", "products", "int7"),
         ("format must be one of", "products", {"w": "float32"}),
@@ -612,7 +596,6 @@ CALLED = {
         lambda: trainer(mechanism=dpsgd(**UNCALIBRATED)).fit(state(), DATA),
         lambda: dpsgd(**UNCALIBRATED).statement(),
         lambda: dpsgd(**UNCALIBRATED).privatizer(KEY),
-        lambda: dpsgd(**UNCALIBRATED).stddev,
         lambda: dpsgd(**UNCALIBRATED).dp_event,
     ],
     "state must be": [
@@ -708,7 +691,6 @@ CALLED = {
     "all batched arguments must": [
         lambda: estimate_memory(FLOATS, [BATCH, BATCH[:2]], **OPTIONS),
         lambda: compiled_memory(linear, FLOATS, [BATCH, BATCH[:2]], **OPTIONS),
-        lambda: clip(FLOATS, np.float32(SECRET)),
         lambda: clip(FLOATS, (BATCH, BATCH[:2])),
     ],
     "neighboring_relation must be": [
@@ -794,16 +776,13 @@ EPSILON = ["epsilon", *RUN, "--noise-multiplier", "1", "--delta", "1e-5"]
 CALIBRATE = ["calibrate", *RUN, "--epsilon", "1", "--delta", "1e-5"]
 STATEMENT = ["statement", *CALIBRATE[1:]]
 PLAN = ["plan", "--num-examples", "99", "--processed", "99", *CALIBRATE[-4:]]
-PROCESSED = ["--num-examples", "999", "--processed", "999"]
 # The last value of a flag counts.
 COMMANDS = {
     "noise_multiplier must": [*EPSILON, "--noise-multiplier", "-1"],
     "iterations must": [*CALIBRATE, "--steps", "0"],
     "every l2_clip_norm must": [*STATEMENT, "--clip-norm", "-1"],
     "there must be 32 examples": [*PLAN, "--num-examples", "20"],
-    "must come with it; got memory=16.0": [*PLAN, "--memory", "16"],
     "must come with it; got rank=8": [*PLAN, "--rank", "8"],
-    "least one and at most all": [*PLAN, *PROCESSED, "--steps", "99999"],
     "size must": ["devices", "--size", "0"],
 }
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from small_runs import new_trainer
 
 import dpmp
 from dpmp import loss_scaling
@@ -223,20 +224,13 @@ def test_a_function_that_returns_no_number_is_refused(returned):
         fun(_PARAMS, _make_batch())
 
 
-def _make_mechanism(**fields):
-    defaults = {"num_examples": 64, "expected_batch_size": 16, "iterations": 2}
-    defaults |= {"l2_clip_norm": 1.0, "noise_multiplier": 1.0}
-    return dpmp.DPSGD(**{**defaults, **fields})
-
-
-def _make_trainer(loss_fn, mechanism=None, **kwargs):
-    return dpmp.DPTrainer(
-        mechanism=mechanism or _make_mechanism(),
+def _make_trainer(loss_fn, **fields):
+    return new_trainer(
         loss_fn=loss_fn,
         optimizer=optax.sgd(0.0),
-        policy=dpmp.Policy.from_name("mixed_float16"),
+        policy="mixed_float16",
         prng_key=jax.random.key(0),
-        **kwargs,
+        **fields,
     )
 
 
@@ -289,16 +283,13 @@ def test_noise_alone_seldom_moves_a_scale():
 
 
 def test_a_scale_follows_overflows_and_survives_a_break():
-    mechanism = _make_mechanism(
+    trainer = _make_trainer(
+        # A gradient of 64: above a scale of 2^9 it is more than float16 has room for.
+        lambda w, x: jnp.sum(x * w) * 16,
         expected_batch_size=32,
         iterations=12,
         noise_multiplier=0.5,
         method="per_example",
-    )
-    trainer = _make_trainer(
-        # A gradient of 64: above a scale of 2^9 it is more than float16 has room for.
-        lambda w, x: jnp.sum(x * w) * 16,
-        mechanism,
         loss_scale=loss_scaling.DynamicScale(initial=2.0**14, growth_interval=10**6),
     )
     data = np.full((64, 4), 4.0, np.float32)
@@ -322,10 +313,12 @@ def test_a_scale_follows_overflows_and_survives_a_break():
 
 
 def test_without_privacy_a_scale_follows_the_overflows_themselves():
-    mechanism = _make_mechanism(num_examples=8, expected_batch_size=8, iterations=3)
     trainer = _make_trainer(
         lambda w, x: jnp.sum(x * w),
-        mechanism.without_privacy(),
+        num_examples=8,
+        expected_batch_size=8,
+        iterations=3,
+        is_private=False,
         loss_scale=loss_scaling.DynamicScale(initial=2.0**17),
     )
     data = np.ones((8, 4), np.float32)

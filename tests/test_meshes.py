@@ -5,17 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import reference
 from jax.sharding import AxisType, NamedSharding
+from small_runs import new_trainer
 
 from dpmp import (
-    DPSGD,
     AdaptiveClipNorm,
-    DPTrainer,
     GridArray,
-    Policy,
     clipped_fun,
     clipped_grad,
     noise_addition,
@@ -263,21 +260,13 @@ def test_a_traced_clip_norm_may_live_on_an_explicit_mesh():
 @SLOW
 @each_axis_type
 def test_a_trainer_steps_on_any_mesh(axis_type):
-    mechanism = DPSGD(
-        num_examples=64,
+    trainer = new_trainer(
+        loss_fn=loss,
         expected_batch_size=8,
         iterations=3,
         l2_clip_norm=AdaptiveClipNorm(initial=0.5),
-        noise_multiplier=1.0,
         truncated_batch_size=16,
-        method="book_keeping",
         num_parameters=200,
-    )
-    trainer = DPTrainer(
-        mechanism=mechanism,
-        loss_fn=loss,
-        optimizer=optax.sgd(0.1, momentum=0.9),
-        policy=Policy.from_name("float32"),
         prng_key=jax.random.key(0),
     )
     is_padding = np.arange(16) > 9

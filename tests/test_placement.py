@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_runs import new_trainer
 
 import dpmp
 from dpmp._meshes import colocated, strongly_typed
@@ -43,22 +44,13 @@ CASES = [*((name, False) for name in OPTIONS), ("hyperparams", True)]
 CASES += [(name, True) for name in WIDE]
 
 
-def make_trainer(
-    *, optimizer=None, policy=("float32", "float32"), loss_scale=None, **fields
-):
-    defaults = {
-        "num_examples": 64,
-        "expected_batch_size": 8,
-        "iterations": 3,
-        "l2_clip_norm": 1.0,
-        "noise_multiplier": 1.0,
-    }
-    return dpmp.DPTrainer(
-        mechanism=dpmp.DPSGD(**{**defaults, **fields}),
+def make_trainer(*, policy=("float32", "float32"), **fields):
+    return new_trainer(
+        expected_batch_size=8,
+        iterations=3,
         loss_fn=lambda w, x: jnp.mean((x @ w) ** 2),
-        optimizer=optimizer or optax.sgd(0.1, momentum=0.9),
         policy=dpmp.Policy(*policy, stochastic_rounding=policy[0] == "bfloat16"),
-        loss_scale=loss_scale,
+        **fields,
     )
 
 

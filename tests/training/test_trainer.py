@@ -6,11 +6,9 @@ import numpy as np
 import optax
 import pytest
 from scipy import stats
-from small_runs import same, without_failures
+from small_runs import new_trainer, same, without_failures
 
 from dpmp import (
-    DPSGD,
-    DPTrainer,
     SensitiveOutputs,
     TrainingState,
 )
@@ -26,13 +24,7 @@ DATA = {
 }
 PARAMS = {"w": np.float32([0.5, -1.0, 0.25]), "b": np.float32(0.1)}
 POLICIES = ["float32", "mixed_bfloat16"]
-FIELDS = {
-    "num_examples": NUM_EXAMPLES,
-    "expected_batch_size": 4,
-    "iterations": 6,
-    "l2_clip_norm": 1.0,
-    "noise_multiplier": 1.0,
-}
+FIELDS = {"num_examples": NUM_EXAMPLES, "expected_batch_size": 4, "iterations": 6}
 
 
 def logistic_loss(params, batch):
@@ -41,25 +33,9 @@ def logistic_loss(params, batch):
     return jnp.mean(jnp.logaddexp(jnp.zeros_like(logits), -sign * logits))
 
 
-def make_trainer(
-    loss_fn=logistic_loss,
-    optimizer=None,
-    *,
-    policy="float32",
-    uses_prng_key=False,
-    is_private=True,
-    prng_key=KEY,
-    **fields,
-):
-    mechanism = DPSGD(**FIELDS | fields)
-    return DPTrainer(
-        mechanism=mechanism if is_private else mechanism.without_privacy(),
-        loss_fn=loss_fn,
-        optimizer=optimizer or optax.sgd(0.1, momentum=0.9),
-        policy=policy,
-        uses_prng_key=uses_prng_key,
-        prng_key=prng_key,
-    )
+def make_trainer(loss_fn=logistic_loss, optimizer=None, **fields):
+    fields = FIELDS | {"prng_key": KEY} | fields
+    return new_trainer(loss_fn=loss_fn, optimizer=optimizer, **fields)
 
 
 def default_trainer():
