@@ -46,32 +46,6 @@ def newest(directory):
 
 
 class TestKills:
-    def test_a_kill_at_any_instant_leaves_a_step_free_or_released(
-        self, directory, tmp_path
-    ):
-        with opened(directory) as run, killed_copies(directory, tmp_path) as copies:
-            release(run, 10, 20)
-        found, rolled_forward = [], 0
-        for copy in [*copies, directory]:
-            is_recorded = len(file_of(copy).read_bytes().splitlines()) == 2
-            rolled_forward += is_recorded and (copy / "pending").exists()
-            step = newest(copy)
-            assert num_steps(copy) == step == (20 if is_recorded else 10)
-            assert newest(copy) == step
-            assert {x.name for x in copy.iterdir()} <= {
-                "lock",
-                "ledger.jsonl",
-                "reserve",
-                "checkpoints",
-            }
-            names = {x.name for x in (copy / "checkpoints").iterdir()}
-            assert names == ({"10", "20"} if is_recorded else {"10"})
-            found.append(step)
-        assert found == sorted(found)
-        assert rolled_forward > 0
-        assert {*found[:3]} == {10}
-        assert {*found[-3:]} == {20}
-
     def test_the_disk_has_the_record_before_a_release_is_finished(
         self, directory, monkeypatch
     ):

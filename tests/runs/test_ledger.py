@@ -1,12 +1,10 @@
 """The ledger has every step that was paid for, whatever happens to the machine."""
 
-import dataclasses
 import errno
 import json
 import os
 import stat
 
-import numpy as np
 import pytest
 from ledgers import (
     DELTA,
@@ -59,40 +57,6 @@ class TestRecords:
             "nonce": "of the checkpoint",
             "digest": "of its files",
         }
-
-    def test_records_are_read_as_they_were_written(self, tmp_path):
-        noise = float(np.nextafter(0.1, 1)) + 20
-        mechanism = dataclasses.replace(
-            MECHANISM, noise_multiplier=noise, sampling_prob=1 / 3, delta=None
-        )
-        written = [
-            dataclasses.replace(charged(0, 1, mechanism=mechanism), time="2026"),
-            Record(
-                event="released",
-                segment=steps(1, 9),
-                delta=DELTA,
-                nonce="n",
-                digest="d",
-                time="2026",
-            ),
-        ]
-        ledger = Ledger(tmp_path)
-        assert ledger.releases == {}
-        for record in written:
-            ledger.append(record)
-        assert ledger.records == Ledger(tmp_path).records == written
-        assert ledger.releases == {"n": written[1]}
-
-    def test_steps_that_were_charged_and_released_count_once(self, tmp_path):
-        ledger = Ledger(tmp_path)
-        assert ledger.spent == Spent()
-        ledger.append(charged(0, 10))
-        released = dataclasses.replace(charged(0, 10), event="released", nonce="n")
-        ledger.append(released)
-        ledger.append(charged(5, 20))
-        ledger.append(charged(0, 10, run="b"))
-        expected = Spent((steps(0, 20), steps(0, 10, run="b")))
-        assert ledger.spent == Ledger(tmp_path).spent == expected
 
 
 class TestPowerFailures:

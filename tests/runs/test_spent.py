@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from ledgers import DELTA, MECHANISM, steps
 
 from dpmp import DPSGD
-from dpmp.mechanism import guarantee_of, guarantee_of_stages
 from dpmp.runs import Segment, Spent
 
 WIDER = dataclasses.replace(MECHANISM, noise_multiplier=30.0)
@@ -84,28 +83,6 @@ class TestGuarantee:
         assert spent.guarantee_if_planned(delta=DELTA) == expected
         assert Spent().guarantee(delta=DELTA).epsilon == 0
         assert Spent().guarantee_if_planned(delta=DELTA).epsilon == 0
-
-    def test_several_costs_count_with_their_longest_plans(self):
-        spent = Spent(
-            (
-                steps(0, 10, planned=70),
-                steps(10, 20, run="b", planned=90),
-                steps(20, 50, run="c", planned=80, mechanism=WIDER),
-            )
-        )
-        stages = [{MECHANISM.step_cost: 90}, {WIDER.step_cost: 80}]
-        result = spent.guarantee(delta=DELTA)
-        assert result == guarantee_of_stages(stages, delta=DELTA)
-        steps_made = {MECHANISM.step_cost: 20, WIDER.step_cost: 30}
-        if_planned = spent.guarantee_if_planned(delta=DELTA)
-        assert if_planned == guarantee_of(steps_made, delta=DELTA)
-        assert if_planned.epsilon < result.epsilon
-
-    def test_more_steps_than_planned_count(self):
-        """Some were charged, and then made again under other ids."""
-        segments = [steps(0, 60, run=x, planned=100) for x in "ab"]
-        spent = Spent((*segments, steps(0, 1, run="c", mechanism=WIDER)))
-        assert spent.planned() == {MECHANISM.step_cost: 120, WIDER.step_cost: 100}
 
 
 class TestArrays:

@@ -67,25 +67,6 @@ def test_a_spec_may_name_axes_that_labels_do_not_have():
     assert batch["x"].sharding.spec == is_padding.sharding.spec == P("data")
 
 
-@pytest.mark.slow
-def test_a_step_takes_its_arguments_from_any_place():
-    """As loops that users write may pass them, from one step to the next."""
-    sharding = make_sharding(2)
-    replicated = NamedSharding(sharding.mesh, P())
-    trainer = keyed_trainer()
-    size = trainer.mechanism.padded_batch_size
-    batch = {name: x[:size] for name, x in DATA.items()}
-    is_padding = np.zeros(size, bool)
-    results = []
-    for mask in (jax.device_put(is_padding, sharding), is_padding):
-        state = trainer.init(PARAMS)
-        for x in (jax.device_put(batch, sharding), jax.device_put(batch, replicated)):
-            state = trainer.train_step(jax.device_put(state, replicated), x, mask)
-        results.append(np.asarray(state.params["w"]))
-    # Two programs, whose gradients may differ in their last bits.
-    np.testing.assert_allclose(*results, rtol=1e-6)
-
-
 def test_batches_are_for_the_devices_of_the_parameters():
     trainer = keyed_trainer()
     copies = NamedSharding(make_sharding(2).mesh, P())

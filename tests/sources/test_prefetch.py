@@ -8,11 +8,8 @@ import threading
 import time
 import traceback
 
-import numpy as np
 import pytest
 from small_runs import (
-    DATA,
-    SIZE,
     FailureError,
     Source,
     fit,
@@ -174,14 +171,3 @@ def test_a_run_is_the_same_bit_for_bit(stop_at):
     for state, requests in results[1:]:
         assert same(state, results[0][0])
         assert requests == results[0][1]
-
-
-def test_a_batch_of_load_batch_holds_the_examples():
-    trainer = keyed_trainer()
-    batch = trainer.load_batch(trainer.init({"w": np.zeros(3, np.float32)}), DATA)
-    is_member = ~np.asarray(batch.is_padding_example)
-    assert batch.examples["x"].shape == (trainer.mechanism.padded_batch_size, 3)
-    assert 0 < is_member.sum() < SIZE
-    rows = {x.tobytes() for x in DATA["x"]}
-    assert {x.tobytes() for x in batch.examples["x"][is_member]} <= rows
-    assert not batch.examples["x"][~is_member].any()

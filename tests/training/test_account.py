@@ -54,22 +54,6 @@ class TestBudget:
                 with pytest.raises(ValueError, match="must allow a first step"):
                     steps_within(budget, epsilon, start, stop)
 
-    def test_few_epsilons_are_computed(self, steps_within):
-        asked = []
-
-        def epsilon(n):
-            asked.append(n)
-            return n / 1e6
-
-        with pytest.warns(
-            UserWarning, match="epsilon 0.5 ends the run after step 500000 of 10000"
-        ):
-            assert steps_within(0.5, epsilon, 0, 10**6) == 500_000
-        assert len(asked) == len({*asked}) <= 22
-        asked.clear()
-        assert steps_within(1.0, epsilon, 0, 10**6) == 10**6
-        assert asked == [10**6]
-
     def test_a_run_without_steps_needs_no_budget(self, steps_within):
         assert steps_within(0.5, lambda n: 7.0, 3, 3) == 3
 

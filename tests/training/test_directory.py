@@ -477,17 +477,6 @@ def test_a_budget_stops_the_run_before_it_is_exceeded(tmp_path):
     assert int(fit(trainer, tmp_path, epsilon_budget=100.0).step) == 7
 
 
-def test_a_budget_counts_steps_that_were_lost(tmp_path, monkeypatch):
-    trainer = fresh_trainer()
-    _, directory = killed_before_and_after_the_record(monkeypatch, tmp_path)
-    shutil.rmtree(directory / "pending")
-    with pytest.warns(UserWarning, match="after step 4|paid for steps up to 6"):
-        state = fit(trainer, directory, epsilon_budget=PLANNED)
-    assert int(state.step) == 4
-    assert num_paid(directory) == 7
-    assert epsilon_of(directory) <= PLANNED
-
-
 # The place of the directory.
 
 
