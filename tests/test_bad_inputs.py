@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas
 import pytest
 
 import dpmp
@@ -230,6 +231,8 @@ class Singles:
         return example | ({"x": self.change(example["x"])} if index == 7 else {})
 
 
+TWO_KINDS_OF_NAMES = pandas.DataFrame(DATA["x"]).assign(y=DATA["y"])
+
 # By callable: an argument and values that it must not have. Where the message does not
 # begin with the argument, its beginning comes first. Several arguments are a dict.
 TABLE = {
@@ -292,7 +295,7 @@ TABLE = {
             "the dataset must",
             "data",
             None,
-            str(SECRET),
+            "x" * SIZE,
             {"x": DATA["x"][:3], "y": DATA["y"]},
             {name: x[:8] for name, x in DATA.items()},
             iter(DATA["x"]),
@@ -303,8 +306,10 @@ TABLE = {
             "examples must be numbers",
             "data",
             {"x": [str(SECRET)] * SIZE},
+            {"x": jax.random.split(KEY, SIZE)},
             {"x": [[SECRET]] * 8 + [[SECRET, 1.0]] * 8},
         ),
+        ("the dataset must be of one type", "data", TWO_KINDS_OF_NAMES),
         ("the source must", "data", Broken()),
     ],
     fit_from: [

@@ -44,10 +44,6 @@ CHANGES = {
         lambda x: {**x, "x": np.concatenate([x["x"], x["x"]], axis=-1)},
         """'x']", in_the_first='float32[1, 2]', in_this='float32[1, 4]'""",
     ),
-    "dtype": (
-        lambda x: {**x, "x": x["x"].astype(np.float64)},
-        """'x']", in_the_first='float32[1, 2]', in_this='float64[1, 2]'""",
-    ),
     "tree": (
         lambda x: {"x": x["x"]},
         """column="['label']", in_the_first='int64[1]', in_this='nothing'""",

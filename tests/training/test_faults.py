@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pandas
 import pytest
 from small_runs import (
     ANOTHER_MECHANISM,
@@ -606,41 +605,6 @@ def test_references_in_a_loss_need_per_example_gradients():
     assert clip("per_example").shape == (3,)
     with pytest.raises(ValueError, match=r"must not use jax\.new_ref"):
         clip("book_keeping")
-
-
-class TwoKindsOfNames:
-    """A source whose rows have names of two types."""
-
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, indices):
-        return {0: DATA["x"][indices], "y": DATA["y"][indices]}
-
-
-def table_of_two_kinds_of_names():
-    table = pandas.DataFrame(np.ones((SIZE, 2), np.float32))
-    return table.assign(y=DATA["y"])
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (
-            table_of_two_kinds_of_names(),
-            r"the dataset must be of one type.*astype\(str",
-        ),
-        (TwoKindsOfNames(), "must be of one type"),
-        ("x" * SIZE, "the dataset must be arrays.*Load the file"),
-        (map(np.asarray, DATA["x"]), "the dataset must be arrays"),
-        ({"x": jax.random.split(jax.random.key(0), SIZE)}, "must be numbers"),
-    ],
-)
-def test_what_is_taken_for_a_dataset_is_refused_in_words(data, message):
-    with pytest.raises(ValueError, match=message):
-        check_source(data)
-    with pytest.raises((ValueError, RuntimeError), match=r"must be|check_source"):
-        fit(fresh_trainer(), data=data)
 
 
 class Scaled:
