@@ -1,14 +1,12 @@
 """A number means the same, whichever library's scalar it comes in."""
 
 import dataclasses
-import functools
 import math
 from fractions import Fraction
 
 import dp_accounting
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,16 +18,6 @@ from dpmp.loss_scaling import DynamicScale
 from dpmp.numerics import ExactSums
 
 KEY = jax.random.key(3)
-KINDS = {
-    **{x: getattr(np, x) for x in ("float16", "float32", "longdouble")},
-    **{x: getattr(np, x) for x in ("int8", "int64", "uint64")},
-    "bfloat16": ml_dtypes.bfloat16,
-    "fraction": Fraction,
-    "array-float16": functools.partial(np.array, dtype="float16"),
-    "array-int32": functools.partial(np.array, dtype="int32"),
-    "jax-bfloat16": functools.partial(jnp.array, dtype="bfloat16"),
-    "jax-int8": functools.partial(jnp.array, dtype="int8"),
-}
 
 
 def dpsgd(**fields):
@@ -153,34 +141,13 @@ def same(a, b):
     return type(a) is type(b) and a == b and repr(a) == repr(b)
 
 
-def convert(kind, value):
-    """The number as one of that kind; None if it has no such value."""
-    if "int" in kind and value != int(value):
-        return None
-    number = KINDS[kind](int(value) if "int" in kind else value)
-    return number if float(number) == value else None
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_a_scalar_of_any_library_means_what_the_python_number_means(name):
+def test_a_narrow_scalar_means_what_the_python_number_means(name):
     fun, value = CASES[name]
+    is_integer = name.endswith("-integer")
+    kinds = (np.int8, jnp.int8) if is_integer else (np.float16, jnp.bfloat16)
     expected = fun(value)
-    num_accepted = 0
-    for kind in KINDS:
-        number = convert(kind, value)
-        if number is None:
-            continue
-        try:
-            result = fun(number)
-        except (ValueError, TypeError):
-            # Only what is no integer may be refused, where an integer is asked for.
-            assert name.endswith("-integer"), kind
-            assert "int" not in kind, kind
-            continue
-        assert same(result, expected), kind
-        num_accepted += 1
-    assert num_accepted > 0
+    assert all(same(fun(kind(value)), expected) for kind in kinds)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -434,18 +434,6 @@ class WithMemory(WithDropout):
         self.norm = nnx.BatchNorm(VOCABULARY, rngs=nnx.Rngs(0))
 
 
-def static_scales():
-    rule = qwix.QtRule(
-        module_path=".*gate_proj",
-        weight_qtype="int8",
-        act_qtype="int8",
-        act_static_scale=True,
-    )
-    model = make("llama3")
-    inputs = model.get_model_input()
-    return qwix.quantize_model(model, qwix.QtProvider([rule]), **inputs)
-
-
 REFUSED = {
     "accumulation": (lambda: run(gradient_accumulation_steps=2), "one batch"),
     "packing": (lambda: run(max_seq_token_per_tpu=64), "packed|supported"),
@@ -460,7 +448,6 @@ REFUSED = {
         "must come with a checkpoint_root_directory",
     ),
     "memory": (lambda: run(model=WithMemory()), "BatchStat"),
-    "scales": (lambda: run(model=static_scales()), "QuantStat"),
     "batches": (lambda: run(data=iter([DATA])), "__getitem__ and __len__"),
     "list of batches": (lambda: run(data=[DATA, DATA]), "could be one of batches"),
     "inputs": (

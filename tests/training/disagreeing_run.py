@@ -43,13 +43,13 @@ def main(address, process, names):
     def trainer_of(**fields):
         return new_trainer(microbatch_size=4, **fields)
 
-    def step(data=DATA, trainer=None):
+    def step(trainer=None):
         trainer = trainer or trainer_of()
         state = trainer.init(PARAMS)
-        batch = trainer.load_batch(state, data, batch_sharding=rows)
+        batch = trainer.load_batch(state, DATA, batch_sharding=rows)
         return np.asarray(trainer.train_step(state, batch).params["w"])
 
-    def second_step(data=DATA, params=None):
+    def second_step(params=None):
         trainer = trainer_of()
         state = trainer.init(PARAMS)
         batch = trainer.load_batch(state, DATA, batch_sharding=whole)
@@ -58,7 +58,7 @@ def main(address, process, names):
             make = jax.make_array_from_process_local_data
             params = {"w": make(everywhere, params["w"], (3,))}
             state = state._replace(params=params)
-        batch = trainer.load_batch(state, data, batch_sharding=whole)
+        batch = trainer.load_batch(state, DATA, batch_sharding=whole)
         return np.asarray(trainer.train_step(state, batch).params["w"])
 
     def step_of_own_rows():
@@ -99,7 +99,6 @@ def main(address, process, names):
         "whole": lambda: fit(sharding=whole),
         "step": step,
         "second step": second_step,
-        "second data": lambda: second_step(other_data),
         "second params": lambda: second_step(params=other_params),
         "own rows": step_of_own_rows,
         "callback": lambda: fit(trainer=trainer_of(loss_fn=loss_with_callback)),
@@ -107,14 +106,10 @@ def main(address, process, names):
         "alone": lambda: fit(sharding=alone),
         "arrays": step_of_arrays,
         "params": lambda: fit(other_params),
-        "whole params": lambda: fit(other_params, sharding=whole),
         "data": lambda: fit(data=other_data),
-        "data of a step": lambda: step(other_data),
         "stop": lambda: fit(stop_at=2 + process),
-        "prefetch": lambda: fit(prefetch=process),
         "key": lambda: fit(trainer=trainer_of(prng_key=KEY if process else None)),
         "noise": lambda: step(trainer=trainer_of(noise_multiplier=1.0 + process)),
-        "rate": lambda: fit(trainer=trainer_of(optimizer=optax.sgd(1.0 + process))),
         "closure": lambda: step(trainer=trainer_of(optimizer=closing)),
         "loss": lambda: fit(
             trainer=trainer_of(loss_fn=lambda *args: (1 + process) * loss_fn(*args))

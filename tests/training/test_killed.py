@@ -105,7 +105,7 @@ def check(job):
     )
     assert {*uses.values()} == {1}
     # Nobody saw a state twice, nor two of one step.
-    released = [int(step) for step, _ in job.lines("released")]
+    released = [int(step) for (step,) in job.lines("released")]
     assert sorted({*released}) == released
     steps = [x["step"] for x in runs.read_metrics(directory)]
     assert steps == list(range(1, STEPS + 1))
