@@ -149,22 +149,6 @@ class TestPowerFailures:
         monkeypatch.undo()
         assert num_steps(tmp_path) == 30
 
-    def test_a_failure_can_follow_an_incomplete_record(self, tmp_path, monkeypatch):
-        content = write_three(tmp_path)
-        file_of(tmp_path).write_bytes(content[:-20])
-        ledger = Ledger(tmp_path)
-
-        def fsync(descriptor):
-            raise OSError(errno.EIO, "I/O error")
-
-        monkeypatch.setattr(os, "fsync", fsync)
-        with pytest.raises(OSError, match=r"before they are released.*I/O error"):
-            ledger.append(charged(20, 30))
-        monkeypatch.undo()
-        assert num_steps(tmp_path) == 20
-        ledger.append(charged(20, 30))
-        assert num_steps(tmp_path) == 30
-
 
 class TestDamage:
     def test_every_changed_byte_is_noticed(self, tmp_path):
