@@ -67,6 +67,10 @@ def test_code_of_a_page_runs(page, as_it_stands, monkeypatch, tmp_path):
         keras.config.set_dtype_policy("float32")
 
 
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def test_links_to_files_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text()):

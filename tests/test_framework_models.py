@@ -1,9 +1,12 @@
 """Models as people write them, in the libraries they use."""
 
+import contextlib
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import reference
 from models import libraries as framework_models
@@ -61,6 +64,44 @@ def test_norms_and_sums_are_those_of_gradients_one_by_one(name, method):
     size = reference.norm(expected)
     for got, wanted in zip(*map(jax.tree.leaves, (total, expected)), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=1e-5 * size)
+
+
+def _warning_of_float32_in(name):
+    """These models cast activations or parameters back, as people write them."""
+    if name not in ("nnx_gemma", "keras_lstm"):
+        return contextlib.nullcontext()
+    return pytest.warns(UserWarning, match="computes no product in bfloat16")
+
+
+@slow
+@every_model
+def test_a_step_in_mixed_bfloat16_runs(name):
+    task = framework_models.make(name)
+    mechanism = dpmp.DPSGD(
+        num_examples=4,
+        expected_batch_size=4,
+        iterations=1,
+        l2_clip_norm=1.0,
+        noise_multiplier=1e-3,
+        truncated_batch_size=4,
+        method="book_keeping",
+        arithmetic=reference.FLOAT_SUMS["book_keeping"],
+    )
+    trainer = dpmp.DPTrainer(
+        mechanism=mechanism,
+        loss_fn=task.loss_fn,
+        optimizer=optax.sgd(1.0),
+        policy=dpmp.Policy.from_name("mixed_bfloat16"),
+    )
+    state = trainer.init(task.params)
+    with _warning_of_float32_in(name):
+        state = trainer.train_step(state, task.batch, np.zeros(4, bool))
+    for before, after in zip(
+        jax.tree.leaves(task.params), jax.tree.leaves(state.params), strict=True
+    ):
+        assert after.dtype == jnp.float32
+        assert np.all(np.isfinite(after))
+        assert np.any(np.asarray(before) != np.asarray(after))
 
 
 @every_model

@@ -70,6 +70,16 @@ def test_doctests_are_true(name):
     assert failures == 0
 
 
+def test_public_modules_and_names_are_documented():
+    for name in dpmp.__all__:
+        public = getattr(dpmp, name)
+        assert public.__doc__, name
+        if inspect.ismodule(public):
+            assert len(public.__all__) == len({*public.__all__})
+            assert all(hasattr(public, x) for x in public.__all__), name
+            assert "\n\n" in public.__doc__, name  # a paragraph after the first line
+
+
 def test_one_neighbouring_relation_is_the_default_everywhere():
     default = dpmp.accounting.DEFAULT_RELATION
     assert default.name == "REPLACE_SPECIAL"

@@ -76,6 +76,20 @@ def test_errors_are_the_published_ones(bands, error):
     assert strategy.error() == pytest.approx(error, rel=2e-4)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_no_other_coefficients_have_less_error(momentum):
+    found = banded_toeplitz(4, iterations=50, momentum=momentum)
+
+    def error(tail):
+        other = object.__new__(BandedToeplitz)  # without rounding
+        object.__setattr__(other, "coefficients", (1.0, *tail))
+        object.__setattr__(other, "iterations", 50)
+        return other.error(momentum=momentum)
+
+    best = optimize.minimize(error, found.coefficients[1:], method="Nelder-Mead").fun
+    assert best <= found.error(momentum=momentum) < 1.0005 * best
+
+
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_no_other_inverse_has_less_error(epochs, momentum):
@@ -100,6 +114,48 @@ def test_no_other_inverse_has_less_error(epochs, momentum):
     assert best <= error(tail) < 1.001 * best
     expected = error(tail) / np.sqrt(steps * epochs)
     assert found.error(momentum=momentum) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bands", [4, 16])
+def test_inverses_have_less_error_than_published_coefficients(bands):
+    """Those of Kalinin et al. 2025: the first ones of the root of the inverse sum."""
+    steps = np.arange(1, bands)
+    root = np.cumprod((2 * steps - 3) / (2 * steps))
+    published = BandedInverse((1.0, *root), 500, 500)
+    found = banded_inverse(bands, iterations=500, steps_per_epoch=500)
+    assert found.error() < {4: 0.54, 16: 0.79}[bands] * published.error()
+
+
+def test_more_bands_have_no_more_error():
+    """Also where the best inverse almost has two bands."""
+    options = {"iterations": 2000, "steps_per_epoch": 1000, "momentum": 0.99}
+    errors = [banded_inverse(x, **options).error(momentum=0.99) for x in (2, 8)]
+    assert errors[1] < 1.001 * errors[0]
+
+
+def test_momentum_wants_other_coefficients():
+    plain, heavy = (banded_toeplitz(8, iterations=200, momentum=x) for x in (0, 0.9))
+    assert heavy.error(momentum=0.9) < 0.99 * plain.error(momentum=0.9)
+    assert plain.error() < 0.99 * heavy.error()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_decaying_learning_rate_wants_the_same_coefficients(momentum):
+    """The guide says so: to within 0.5 % of the error."""
+    steps, bands = 80, 6
+    strategy = banded_toeplitz(bands, iterations=steps, momentum=momentum)
+    rates = 0.5 + 0.5 * np.cos(np.pi * np.arange(steps) / steps)
+    _, updates = matrices(BandedToeplitz((1.0,), steps), momentum)
+    updates = np.tri(steps) @ np.diag(rates) @ np.diff(updates, axis=0, prepend=0)
+
+    def error(tail):
+        column = np.concatenate([[1.0], tail, np.zeros(steps - bands)])
+        inverse = linalg.inv(linalg.toeplitz(column, np.zeros(steps)))
+        return np.linalg.norm(updates @ inverse) * np.linalg.norm(column)
+
+    found = strategy.coefficients[1:]
+    best = optimize.minimize(error, found, options={"maxiter": 30}).fun
+    assert best <= error(found) < 1.005 * best
 
 
 def test_the_sensitivity_is_rounded_up():

@@ -8,12 +8,14 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from small_runs import SIZE, fit, new_trainer
+
+import dpmp
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-DATA = np.ones((SIZE, 3), np.float32)
+DATA = np.ones((8, 3), np.float32)
 KEY = jax.random.key(0)
 
 
@@ -23,11 +25,28 @@ def _standard_promotion():
         yield
 
 
-def trace(params, loss_fn):
+def trainer_of(loss_fn, policy="float32"):
+    return dpmp.DPTrainer(
+        mechanism=dpmp.DPSGD(
+            num_examples=8,
+            expected_batch_size=4,
+            iterations=1,
+            l2_clip_norm=1.0,
+            noise_multiplier=1.0,
+            arithmetic="float32",
+        ),
+        loss_fn=loss_fn,
+        optimizer=optax.sgd(0.1),
+        policy=policy,
+    )
+
+
+def trace(params, loss_fn, policy="float32"):
     """Traces a step, in which errors and warnings come up."""
-    trainer = new_trainer(loss_fn=loss_fn, arithmetic="float32")
-    batch = DATA[: trainer.mechanism.padded_batch_size]
-    trainer.lower(trainer.init(params), batch)
+    trainer = trainer_of(loss_fn, policy)
+    state = trainer.init(params)
+    trainer.lower(state, DATA)
+    return state.params
 
 
 def nnx_split(make):
@@ -60,9 +79,8 @@ def equinox_module():
 @pytest.mark.parametrize("make", [nnx_linear, frozen_dict, equinox_module])
 def test_params_keep_their_tree(make):
     params, loss_fn = make()
-    before = jax.tree.map(np.array, params)
-    trainer = new_trainer(loss_fn=loss_fn, arithmetic="float32")
-    after = fit(trainer, state=trainer.init(params), data=DATA, stop_at=1).params
+    before, trainer = jax.tree.map(np.array, params), trainer_of(loss_fn)
+    after = trainer.fit(trainer.init(params), DATA, progress=False).params
     assert jax.tree.structure(after) == jax.tree.structure(params)
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert np.any(x != y)
@@ -79,30 +97,37 @@ def test_a_whole_module_of_equinox_is_refused_with_the_two_calls_to_make():
 # Errors and warnings.
 
 
-def keras_model():
+def keras_model(make, train=True):
+    """Variables of a model of Keras, and a loss that drops its other values."""
     import keras
 
-    model = keras.Sequential([keras.layers.BatchNormalization()])
+    model = keras.Sequential(make(keras.layers))
     model.build((None, 3))
-    return model
+    fixed = [x.value for x in model.non_trainable_variables]
+
+    def loss_fn(params, x):
+        return jnp.mean(model.stateless_call(params, fixed, x, training=train)[0])
+
+    return model, loss_fn
 
 
 def keras_model_itself():
-    model = keras_model()
+    model, _ = keras_model(lambda layers: [layers.BatchNormalization()])
     values = [x.value for x in model.trainable_variables]
     return values, lambda p, x: jnp.mean(model(x, training=False))
 
 
-def equinox_norms():
-    """It is not told how averages are taken."""
+def equinox_norms(train=None):
+    """A BatchNorm; without `train`, it is not told how averages are taken."""
     import equinox as eqx
 
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
     params, static = eqx.partition(norm, eqx.is_inexact_array)
+    axes = {} if train is None else {"out_axes": (0, None), "axis_name": "batch"}
 
     def loss_fn(params, x):
-        net = eqx.combine(params, static)
-        return jnp.mean(jax.vmap(net, in_axes=(0, None))(x, state)[0])
+        net = eqx.nn.inference_mode(eqx.combine(params, static), train is False)
+        return jnp.mean(jax.vmap(net, in_axes=(0, None), **axes)(x, state)[0])
 
     return params, loss_fn
 
@@ -123,14 +148,17 @@ def haiku_dropout():
     return net.init(KEY, DATA[:1]), lambda params, x: net.apply(params, None, x)
 
 
-def haiku_norms():
+def haiku_norms(train=None):
     import haiku as hk
 
     def net(x):
-        return jnp.mean(hk.BatchNorm(True, True, 0.9)(x, True))
+        return jnp.mean(hk.BatchNorm(True, True, 0.9)(x, train is not False))
 
-    params, _ = hk.transform_with_state(net).init(KEY, DATA[:1])
-    return params, hk.without_apply_rng(hk.transform(net)).apply
+    pure = hk.without_apply_rng(hk.transform_with_state(net))
+    params, state = pure.init(KEY, DATA[:1])
+    if train is None:
+        return params, hk.without_apply_rng(hk.transform(net)).apply
+    return params, lambda p, x: pure.apply(p, state, x)[0]
 
 
 def nnx_dropout():
@@ -180,30 +208,93 @@ def test_errors_are_explained_with_a_way_out(make, hint):
     assert "docs/recipes.md" in "\n".join([str(caught.value), *caught.value.__notes__])
 
 
+def copied_nnx_dropout():
+    return nnx_split(
+        lambda nnx, rngs: nnx.Sequential(
+            nnx.Linear(3, 2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        )
+    )
+
+
+def keras_dropout():
+    model, loss_fn = keras_model(lambda x: [x.Dense(2), x.Dropout(0.5)])
+    return model.trainable_variables, loss_fn
+
+
+@pytest.mark.parametrize("make", [copied_nnx_dropout, keras_dropout])
+def test_a_dropout_without_a_key_is_warned_of(make):
+    with pytest.warns(UserWarning, match="uses_prng_key=True"):
+        trace(*make())
+
+
 def nnx_norms(train):
     return nnx_split(
         lambda nnx, rngs: nnx.BatchNorm(3, use_running_average=not train, rngs=rngs)
     )
 
 
-def keras_norms(train):
-    model = keras_model()
-    fixed = [x.value for x in model.non_trainable_variables]
+def scanned_linen_norms(train):
+    import flax.linen as nn
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.BatchNorm(use_running_average=not train)(nn.Dense(3)(x)), None
+
+    net = nn.scan(
+        Block,
+        variable_axes={"params": 0, "batch_stats": 0},
+        split_rngs={"params": True},
+        length=2,
+    )()
+    variables = net.init(KEY, DATA[:1], None)
 
     def loss_fn(params, x):
-        return jnp.mean(model.stateless_call(params, fixed, x, training=train)[0])
+        given = {**variables, "params": params}
+        return jnp.mean(net.apply(given, x, None, mutable=["batch_stats"])[0][0])
 
+    return variables["params"], loss_fn
+
+
+def keras_norms(train):
+    model, loss_fn = keras_model(lambda x: [x.BatchNormalization()], train)
     return model.trainable_variables, loss_fn
 
 
+NORMS = [
+    nnx_norms,
+    linen_norms,
+    scanned_linen_norms,
+    keras_norms,
+    haiku_norms,
+    equinox_norms,
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [nnx_norms, linen_norms, keras_norms])
+@pytest.mark.parametrize("make", NORMS)
 def test_averages_of_batch_norm_that_are_dropped_are_warned_of(make):
     said = r"new values of 2 arrays .*drops them.*use GroupNorm or LayerNorm.*recipes"
     with pytest.warns(UserWarning, match=said):
         trace(*make(train=True))
 
 
-@pytest.mark.parametrize("make", [nnx_norms, linen_norms, keras_norms])
+@pytest.mark.parametrize("make", [nnx_norms, linen_norms, keras_norms, equinox_norms])
 def test_frozen_averages_of_batch_norm_are_no_reason_to_warn(make):
     trace(*make(train=False))
+
+
+@pytest.mark.parametrize("kind", ["float32", "mixed_bfloat16"])
+def test_a_keras_model_must_compute_in_16_bits_under_such_a_policy(kind):
+    options = {"dtype": kind} if kind == "mixed_bfloat16" else {}
+    model, loss_fn = keras_model(lambda x: [x.Dense(1, **options)])
+
+    def params_after():
+        return trace(model.trainable_variables, loss_fn, policy="mixed_bfloat16")
+
+    if kind == "float32":
+        said = r"no product in bfloat16.*keras\.config\.set_dtype_policy"
+        with pytest.warns(UserWarning, match=said):
+            params_after()
+    else:  # variables become arrays
+        assert [type(x) for x in params_after()] == [type(jnp.ones(1))] * 2
