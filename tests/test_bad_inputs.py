@@ -685,6 +685,9 @@ CALLED = {
     "a traced l2_clip_norm must": [
         lambda: jax.jit(lambda x: clip(l2_clip_norm=ADAPTIVE.at(x), **RESCALED))(FLOATS)
     ],
+    "a traced l2_clip_norm needs a": [
+        lambda: jax.jit(lambda x: clip(l2_clip_norm=x))(1.0)
+    ],
     "clip_norm must be given": [
         lambda: dpsgd(l2_clip_norm=ADAPTIVE).clipped_grad(linear),
         lambda: dpsgd(l2_clip_norm=ADAPTIVE).split(FLOATS),

@@ -28,19 +28,35 @@ def statement_of(mechanism):
     [
         (
             {"noise_multiplier": 0.5, "method": "per_example"},
-            ["contribution has 32756 units", "deviation is 16378 units of the grid."],
+            [
+                "the largest contribution has 32756 units",
+                "Its standard deviation is 16378 units of the grid.",
+            ],
         ),
         (
             {},
-            ["reduced by 1.56% to", f"has {make_mechanism().resolution} units"],
+            [
+                "The clip norm is reduced by 1.56% to cover the rounding",
+                f"has {make_mechanism().resolution} units",
+                "other examples keep their places",
+            ],
+        ),
+        (
+            {"microbatch_size": 4},
+            ["A microbatch has 4 examples."],
         ),
         (
             {"arithmetic": "unproved_float32"},
-            ["rounding, which is NOT PROVED"],
+            ["up to ordinary rounding, which is NOT PROVED"],
         ),
         (
             {"arithmetic": "float32", "l2_clip_norm": 0.75},
-            ["clipped to an L2 norm of 0.75.", "sums in float32", "up to its last bit"],
+            [
+                "clipped to an L2 norm of 0.75.",
+                "sums in float32",
+                "depends on this example and the parameters alone, up to its last bit",
+                "arithmetic rounds to nearest.",
+            ],
         ),
         # No more noise and no less sampling than there is: 50 / 1237 = 0.0404203...
         (
@@ -53,16 +69,21 @@ def statement_of(mechanism):
             },
             [
                 ", 3e-06)-differentially private,",
+                "one example of the first is replaced by padding in the second",
                 "number of examples, 1237, is public",
                 "with probability 0.04043, independently of all others.",
                 "- Steps: 77.",
                 "L2 norm of 5 in 2 groups",
                 "divided by 50, the expected batch size.",
                 "noise multiplier of 1.2345.",
+                "- Assumed: the random bits are ideal",
+                "- Not covered: running time",
+                "losses, norms and other values of single examples",
+                "hyper-parameters tuned on this data",
             ],
         ),
     ],
-    ids=["exact", "bounded", "unproved", "float32", "figures"],
+    ids=["exact", "bounded", "microbatches", "unproved", "float32", "figures"],
 )
 def test_it_says_what_is_done_and_claimed(fields, texts):
     mechanism = make_mechanism(**fields)
@@ -73,13 +94,17 @@ def test_it_says_what_is_done_and_claimed(fields, texts):
     assert f"batch of more than {size} examples" in statement
     is_proved = "claim holds for the bits that are released" in statement
     assert is_proved == ("NOT PROVED" not in statement)
+    assert all(len(line) <= 88 for line in mechanism.statement().splitlines())
 
 
 def test_it_claims_nothing_where_delta_does_not_cover_the_sampler():
     mechanism = make_mechanism(noise_multiplier=0.36)
+    assert mechanism.is_private
     statement = statement_of(mechanism)
     assert statement.startswith("No epsilon is claimed at delta 1e-05. Gradients are")
+    assert "exceed the share of delta that is reserved for them" in statement
     assert "differentially private" not in statement
+    assert all(len(line) <= 88 for line in mechanism.statement().splitlines())
     for remedy in ({"noise_multiplier": 0.5}, {"delta": 1e-2}, {"num_parameters": 1}):
         covered = make_mechanism(**{"noise_multiplier": 0.36, **remedy})
         assert "differentially private" in statement_of(covered)

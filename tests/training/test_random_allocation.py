@@ -190,3 +190,20 @@ def test_a_run_of_a_key_is_reproducible_up_to_its_interruption(tmp_path):
     parts = used_in(tmp_path / "parts", 6, STEPS)
     assert all(whole[i] == parts[i] for i in range(6))
     assert all(whole[i][0] != parts[i][0] for i in range(6, STEPS))
+
+
+def test_the_statement_says_how_batches_are_drawn():
+    text = " ".join(MECHANISM.statement().split())
+    assert "in every epoch of 4 steps, each example is in one batch" in text
+    assert "goes on inside an epoch" in text
+    assert "with probability" not in text.split("- Sampling:")[1].split("- Steps:")[0]
+
+
+def test_the_ledger_says_how_batches_were_drawn(trainer, tmp_path):
+    fit(trainer, tmp_path, stop_at=4)
+    assert ranges(tmp_path)[-1] == ("released", 3, 4)
+    spent = Ledger(tmp_path).spent
+    (segment,) = spent.segments
+    assert segment.cost.sampling == "random_allocation"
+    restored = type(spent).from_array(spent.to_array(), num_examples=SIZE)
+    assert restored == spent
