@@ -37,8 +37,8 @@ def add_selfcheck_command(commands: Any) -> None:
 
 
 def _selfcheck(args: argparse.Namespace) -> int:
-    thorough = Sizes(num_leaves=1024, num_training=2**25, num_test=2**22)
-    sizes = thorough if args.thorough else Sizes()
+    thorough = {"num_leaves": 1024, "num_training": 2**25, "num_test": 2**22}
+    sizes = Sizes(**thorough) if args.thorough else Sizes()
     subjects = dpmp_subjects(include_unsafe=args.include_unsafe)
     results = run(subjects, sizes, rich.console.Console())
     if args.json is not None:
