@@ -34,7 +34,7 @@ from dpmp.tools.selfcheck._noise import measure_noise
 from dpmp.tools.selfcheck._subjects import Sizes
 from dpmp.training import _step
 
-_NUM_EXAMPLES, _STEPS = 2**15, 40
+_NUM_EXAMPLES, _STEPS, _NUM_CANARIES = 2**15, 40, 2**18
 
 Audit = Callable[[int], Any]  # from a seed to a result with `passed`
 
@@ -48,7 +48,7 @@ def _mechanism(**fields: Any) -> DPSGD:
 def _canaries(**fields: Any) -> Audit:
     def run(seed: int) -> Any:
         mechanism = _mechanism(**fields)
-        return audit.canaries(mechanism, num_canaries=2**18, seed=seed)
+        return audit.canaries(mechanism, num_canaries=_NUM_CANARIES, seed=seed)
 
     return run
 

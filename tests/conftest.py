@@ -32,6 +32,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent.name in ARITHMETIC:
             item.add_marker("bits")
+        if "tunix" in item.nodeid:
+            item.add_marker("tunix")
 
 
 # What was compiled once, in this run or an earlier one, is not compiled anew.

@@ -117,7 +117,6 @@ def check(job):
     ("every", "keep", "devices", "processes"),
     [
         (1, 3, 4, 1),
-        (1, 1, 1, 2),
         (7, 3, 2, 2),
     ],
 )
