@@ -9,6 +9,7 @@ from scipy import stats
 from small_runs import new_trainer, same, without_failures
 
 from dpmp import (
+    Policy,
     SensitiveOutputs,
     TrainingState,
 )
@@ -202,6 +203,17 @@ def test_one_example_moves_a_step_by_the_clip_norm_and_no_further(policy):
 
 
 # Precision.
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_step_rounds_the_products_of_its_policy(share):
+    policy = Policy("float32", "float32", products="float8", rounded_share=share)
+    with pytest.warns(UserWarning, match="products of few bits are emulated"):
+        trainer = make_trainer(policy=policy)
+    batch = jax.tree.map(lambda x: x[: trainer.mechanism.padded_batch_size], DATA)
+    program = trainer.lower(trainer.init(PARAMS), batch).as_text()
+    assert "format = e8m3" in program  # the significant bits of operands
+    assert "format = e8m2" in program  # and of cotangents
 
 
 def test_the_loss_sees_compute_dtypes_and_gradients_have_them():
