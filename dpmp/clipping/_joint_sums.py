@@ -226,6 +226,7 @@ def contribution(l2_norm_bound: float) -> float:
 
     The bound is infinite only without clipping, and then there is no noise either.
     """
+    l2_norm_bound = as_real(l2_norm_bound)
     return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
 
 

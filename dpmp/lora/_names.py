@@ -133,6 +133,7 @@ def combine(trainable: PyTree, frozen: PyTree) -> PyTree:
     fix = "Pass both results of lora.partition."
     parts = {"trainable": trainable, "frozen": frozen}
     missing = [name for name, part in parts.items() if part is None]
+    # The parts of a tree that is one array are this array and None.
     if missing and not jax.tree_util.all_leaves(
         [frozen if trainable is None else trainable]
     ):
