@@ -1,6 +1,7 @@
 """Runs whose noise is correlated over steps."""
 
 import dataclasses
+import functools
 import warnings
 
 import dp_accounting
@@ -12,6 +13,7 @@ import pytest
 from small_runs import (
     DATA,
     DELTA,
+    KEY,
     MECHANISM,
     PARAMS,
     SIZE,
@@ -19,6 +21,7 @@ from small_runs import (
     epsilon_of,
     fails_at,
     fit,
+    keyed_trainer,
     new_trainer,
     num_paid,
     recorded_batches,
@@ -42,14 +45,34 @@ MECHANISM = dataclasses.replace(MECHANISM, **FIELDS)
 OF_INVERSE = dataclasses.replace(MECHANISM, strategy=INVERSE)
 
 
-@pytest.fixture(scope="module")
-def shared():
-    return new_trainer(**FIELDS)
+ENTRIES = 4000
+METRICS = dpmp.ReleasedMetrics(largest_loss=2.0, fraction_clipped=True)
+
+
+@functools.cache
+def shared(way):
+    """A trainer whose gradients are zero, so that its releases are noise."""
+    return new_trainer(
+        **WAYS[way],
+        loss_fn=lambda params, batch: 0.0 * jnp.sum(params["w"]) * batch["y"][0],
+        optimizer=optax.sgd(1.0),
+        released_metrics=METRICS,
+    )
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return request.param
 
 
 @pytest.fixture
-def trainer(shared):
-    return without_failures(shared)
+def trainer():
+    return without_failures(shared("bands"))
+
+
+def run(trainer, *args, **options):
+    state = trainer.init({"w": np.zeros(ENTRIES, np.float32)})
+    return fit(trainer, *args, state=state, **options)
 
 
 @pytest.fixture
@@ -57,22 +80,18 @@ def batches(monkeypatch):
     return recorded_batches(monkeypatch)
 
 
-def test_all_examples_of_a_group_take_part_with_an_inverse(batches):
-    trainer = new_trainer(**WAYS["inverse"])
-    state = fit(trainer)
+def test_groups_take_turns(way, batches):
+    trainer, groups = without_failures(shared(way)), {"bands": BANDS, "inverse": 8}[way]
+    state = run(trainer)
     assert len(batches) == STEPS
     for step, batch in enumerate(batches):
-        np.testing.assert_array_equal(np.sort(batch), np.arange(SIZE)[step % 8 :: 8])
-    assert trainer.guarantee(state) == OF_INVERSE.guarantee()
-
-
-def test_groups_take_turns(trainer, batches):
-    state = fit(trainer)
-    assert len(batches) == STEPS
-    for step, batch in enumerate(batches):
-        assert np.all(batch % BANDS == step % BANDS)
-    assert 40 < sum(map(len, batches)) < 120  # 80 expected
-    assert trainer.guarantee(state) == MECHANISM.guarantee()
+        group = np.arange(SIZE)[step % groups :: groups]
+        assert np.all(np.isin(batch, group))
+        assert way == "bands" or np.array_equal(np.sort(batch), group)  # all of it
+    assert way == "inverse" or 40 < sum(map(len, batches)) < 120  # 80 expected
+    assert trainer.guarantee(state) == trainer.mechanism.guarantee()
+    of_way = OF_INVERSE if way == "inverse" else MECHANISM
+    assert trainer.guarantee(state).epsilon == of_way.guarantee().epsilon
 
 
 def test_sizes_are_those_of_groups():
@@ -109,9 +128,8 @@ def test_steps_that_are_tied_together_are_not_made_alone(fields):
         trainer.train_step(state, DATA, mask)
 
 
-@pytest.mark.parametrize("bands", [1, 3])
-@pytest.mark.parametrize("num_examples", [6, 7])
-def test_every_example_of_a_group_is_included_with_one_probability(bands, num_examples):
+def test_every_example_of_a_group_is_included_with_one_probability():
+    bands, num_examples = 3, 7
     sampling = PoissonSampling(0.25, 6000, cycle_length=bands)
     counts = np.zeros((bands, num_examples))
     for step in range(6000):
@@ -128,68 +146,48 @@ def test_every_example_of_a_group_is_included_with_one_probability(bands, num_ex
 
 @pytest.mark.filterwarnings("error")
 def test_one_band_is_the_mechanism_without_a_strategy():
-    options = {"prng_key": jax.random.key(0), "iterations": 5}
-    plain = new_trainer(**options)
-    one = new_trainer(**options, strategy=BandedToeplitz((1.0,), 5))
+    plain = keyed_trainer()
+    one = new_trainer(prng_key=KEY, strategy=BandedToeplitz((1.0,), 7))
     assert one.mechanism.step_cost == plain.mechanism.step_cost
     states = [fit(x) for x in (plain, one)]
     assert same(*states)
 
 
-def noises(trainer, state, size, directory=None):
-    """The noise of each step, of a loss without a gradient and of SGD."""
-    found = [np.zeros(size)]
+def test_noise_of_a_run_is_as_wide_and_correlated_as_the_strategy_needs(way):
+    trainer, strategy, runs = shared(way), WAYS[way]["strategy"], 6
+    found, metrics = [], []
 
     def callback(state):
         found.append(np.asarray(state.params["w"]))
+        metrics.append([state.metrics[name] for name in ("loss", "clipped")])
 
-    fit(trainer, directory, state=state, callback=callback, every=1)
-    return np.diff(np.stack(found), axis=0)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_noise_of_a_run_has_the_covariance_of_the_strategy(way):
-    size, strategy = 20_000, WAYS[way]["strategy"]
-    trainer = new_trainer(
-        **WAYS[way],
-        loss_fn=lambda params, batch: 0.0 * jnp.sum(params["w"]) * batch["y"][0],
-        optimizer=optax.sgd(1.0),
-    )
-    state = trainer.init({"w": np.zeros(size, np.float32)})
-    x = noises(trainer, state, size) * FIELDS["expected_batch_size"]
-    inverse = strategy.quotient(np.eye(STEPS))
+    for _ in range(runs):
+        run(trainer, callback=callback, every=1)
+    inverse, size = strategy.quotient(np.eye(STEPS)), FIELDS["expected_batch_size"]
+    sums = np.reshape(found, (runs, STEPS, ENTRIES))
+    sums = np.concatenate(sums, axis=-1) / trainer.mechanism.stddev
+    x = np.diff(sums, axis=0, prepend=0.0)
     expected = inverse @ inverse.T * strategy.sensitivity**2
-    np.testing.assert_allclose(x @ x.T / size, expected, atol=0.08)
-    sums = np.cumsum(x, axis=0)
+    np.testing.assert_allclose(x @ x.T / x.shape[1], expected, atol=0.08)
     assert np.sqrt(np.mean(sums**2)) == pytest.approx(strategy.error(), rel=0.03)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_metrics_have_noise_as_wide_as_the_strategy_needs(way):
-    metrics = dpmp.ReleasedMetrics(largest_loss=2.0, fraction_clipped=True)
-    trainer = new_trainer(
-        **WAYS[way],
-        loss_fn=lambda params, batch: 0.0 * jnp.sum(params["w"]) * batch["y"][0],
-        released_metrics=metrics,
-    )
-    mechanism, found = trainer.mechanism, []
-    for _ in range(60):
-        fit(trainer, callback=lambda state: found.append(state.metrics))
-    text = " ".join(mechanism.statement().split())
-    for name in ("loss", "clipped"):
-        values = np.array([x[name] for x in found]).reshape(60, STEPS)
-        wanted = metrics.stddev(name, 1.0, FIELDS["expected_batch_size"])
-        wanted *= mechanism.strategy.width_of_counts
-        assert f"{name} (standard deviation {wanted:.2g})" in text
-        assert np.std(values[:, -1]) == pytest.approx(wanted, rel=0.35)
+    # Metrics: with an inverse, their noise is correlated as that of gradients.
+    text = " ".join(trainer.mechanism.statement().split())
+    values = np.reshape(metrics, (runs, STEPS, 2))
+    for i, name in enumerate(("loss", "clipped")):
+        wanted = METRICS.stddev(name, 1.0, size) * strategy.sensitivity
+        noise = values[..., i].T
+        widest = np.linalg.norm(inverse[-1]) if way == "inverse" else 1.0
+        assert f"{name} (standard deviation {wanted * widest:.2g})" in text
+        independent = strategy.product(noise) if way == "inverse" else noise
+        assert np.std(independent) == pytest.approx(wanted, rel=0.35)
 
 
 def test_a_run_goes_on_with_a_new_sequence(trainer, batches, tmp_path):
     with warnings.catch_warnings(action="error"):
-        fit(trainer, tmp_path, stop_at=3)
+        run(trainer, tmp_path, stop_at=3)
     for stop in (6, STEPS):
         with pytest.warns(match="a new sequence of noise"):
-            state = fit(trainer, tmp_path, stop_at=stop)
+            state = run(trainer, tmp_path, stop_at=stop)
     for step, batch in enumerate(batches):
         assert np.all(batch % BANDS == step % BANDS)
     assert num_paid(tmp_path) == STEPS
@@ -215,17 +213,17 @@ def test_every_cycle_that_a_run_begins_is_a_turn():
 def test_nothing_of_the_noise_is_in_a_state_or_on_a_disk(
     trainer, tmp_path, monkeypatch
 ):
-    pasts, run = [], type(trainer._step).run
+    pasts, run_step = [], type(trainer._step).run
 
     def recorded(self, *args):
-        results = run(self, *args)
+        results = run_step(self, *args)
         pasts.extend(np.asarray(x) for x in results.past)
         return results
 
     monkeypatch.setattr(type(trainer._step), "run", recorded)
-    state = fit(trainer, tmp_path)
+    state = run(trainer, tmp_path)
     assert len(pasts) == STEPS
-    assert pasts[-1].shape == (BANDS - 1, 3)
+    assert pasts[-1].shape == (BANDS - 1, ENTRIES)
     leaves = [np.asarray(x) for x in jax.tree.leaves(state)]
     content = b"".join(x.tobytes() for x in leaves)
     for path in tmp_path.rglob("*"):
@@ -235,22 +233,21 @@ def test_nothing_of_the_noise_is_in_a_state_or_on_a_disk(
 
 def test_an_error_does_not_lead_to_the_noise(trainer):
     with pytest.raises(FailureError) as caught:
-        fit(trainer, callback=fails_at(5))
+        run(trainer, callback=fails_at(5))
     frames = [x.frame.f_locals for x in caught.traceback]
     (loop,) = [x["loop"] for x in frames if "loop" in x]
     assert loop._past is None
 
 
-@pytest.mark.parametrize(("way", "spec"), [("bands", "data"), ("inverse", None)])
-def test_devices_share_a_run(way, spec):
+def test_devices_share_a_run():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     sharding = jax.NamedSharding(mesh, jax.P("data"))
-    fields = WAYS[way] | {"microbatch_size": 4, "arithmetic": "exact"}
+    fields = WAYS["inverse"] | {"microbatch_size": 4, "arithmetic": "exact"}
     trainer = new_trainer(**fields, method="per_example", prng_key=jax.random.key(1))
     params = {"w": np.zeros(4, np.float32)}
     data = {"x": np.pad(DATA["x"], ((0, 0), (0, 1))), "y": DATA["y"]}
     alone = trainer.fit(trainer.init(params), data, progress=False)
-    placed = jax.device_put(params, jax.NamedSharding(mesh, jax.P(spec)))
+    placed = jax.device_put(params, sharding)
     shared = trainer.fit(
         trainer.init(placed), data, batch_sharding=sharding, progress=False
     )
