@@ -84,6 +84,16 @@ def _fresh_trainer():
     return new_trainer()
 
 
+@functools.cache
+def _noisier_trainer():
+    return new_trainer(noise_multiplier=2.0)
+
+
+def noisier_trainer():
+    """Its steps have another cost; made once."""
+    return without_failures(_noisier_trainer())
+
+
 def keyed_trainer():
     """Its runs are reproducible; made once."""
     return without_failures(_keyed_trainer())

@@ -821,7 +821,7 @@ def test_a_parameter_that_is_never_read_is_warned_of():
     made = trainer()
     state = made.init({**PARAMS, "unused": np.ones(2, np.float32)})
     with pytest.warns(UserWarning, match=r"never reads 1 of 2 .* as \['unused'\]\. No"):
-        made.fit(state, DATA, progress=False)
+        made.lower(state, DATA)
 
 
 def test_policies_of_16_bits_are_warned_of_where_they_train_little():
@@ -831,12 +831,12 @@ def test_policies_of_16_bits_are_warned_of_where_they_train_little():
         trainer(policy="mixed_float16")
 
 
-@pytest.mark.parametrize("folder", ["checkpoints", "checkpoints/2"])
-def test_a_folder_in_a_run_is_no_directory_for_another(folder, tmp_path):
-    made = trainer()
-    made.fit(made.init(PARAMS), DATA, progress=False, checkpoint_dir=tmp_path)
-    with pytest.raises(ValueError, match="not a folder in it: the steps in the ledger"):
-        made.fit(made.init(PARAMS), DATA, checkpoint_dir=tmp_path / folder)
+def test_a_folder_in_a_run_is_no_directory_for_another(tmp_path):
+    fit(given=init(PARAMS), checkpoint_dir=tmp_path)
+    for folder in ("checkpoints", "checkpoints/2"):
+        message = "not a folder in it: the steps in the ledger"
+        with pytest.raises(ValueError, match=message):
+            fit(given=init(PARAMS), checkpoint_dir=tmp_path / folder)
 
 
 def test_a_loss_that_closes_over_as_many_rows_as_examples_is_warned_of():
@@ -845,13 +845,13 @@ def test_a_loss_that_closes_over_as_many_rows_as_examples_is_warned_of():
     def closed(params, batch):
         return jnp.mean(data @ params["w"]) * batch[0, 0]
 
-    def fit(**fields):
+    def trace(**fields):
         made = trainer(loss_fn=closed, mechanism=dpsgd(num_examples=100, **fields))
-        made.fit(made.init(PARAMS), data, progress=False)
+        made.lower(made.init(PARAMS), data[:32])
 
     with pytest.warns(UserWarning, match="closes over an array with 100 rows"):
-        fit()
-    fit(neighboring_relation=ADD_OR_REMOVE)  # the number of examples is private
+        trace()
+    trace(neighboring_relation=ADD_OR_REMOVE)  # the number of examples is private
 
 
 @pytest.mark.parametrize("required", COMMANDS)

@@ -52,12 +52,17 @@ def rows(size, dtype=np.float32):
 
 
 def changed(array, secret):
-    array[3, 1] = secret
+    secrets = secret if isinstance(secret, tuple) else (secret,)
+    for row, x in enumerate(secrets, 3):
+        array[row, 1] = x
     return array
 
 
 def of_dtype(dtype, *secrets):
-    """An ordinary array of this dtype, and one for each secret that stands in it."""
+    """An ordinary array of this dtype, and one for each secret that stands in it.
+
+    A tuple of secrets stands in one array.
+    """
     makers = [lambda size, x=x: changed(rows(size, dtype), x) for x in secrets]
     return [lambda size: rows(size, dtype), *makers]
 
@@ -81,9 +86,9 @@ def column(dtype, ordinary, secret):
 FLOATS = functools.partial(np.asarray, dtype=float)
 # By kind: makes an ordinary value with a number of rows; makes values with a secret.
 KINDS = {
-    "float32": of_dtype(np.float32, NUMBER, np.nan, np.inf, 1e-42),
-    "float64": of_dtype(float, 7.654321e300, np.nan, 7.654321e-300),
-    "int64": of_dtype(np.int64, NUMBER * 10**9, -NUMBER),
+    "float32": of_dtype(np.float32, (NUMBER, 1e-42), (np.nan, np.inf)),
+    "float64": of_dtype(float, (7.654321e300, np.nan, 7.654321e-300)),
+    "int64": of_dtype(np.int64, (NUMBER * 10**9, -NUMBER)),
     "uint64": of_dtype(np.uint64, 2**64 - 1),
     "complex128": of_dtype(complex, 7.654321e300j),
     "longdouble": of_dtype(np.longdouble, NUMBER),
@@ -110,7 +115,7 @@ KINDS = {
     "lazy texts": [lambda size, f=f: Lazy(f(size)) for f in of_dtype("U30", WORD)],
     "one number": [lambda _: 1.0, lambda _: 7.654321e300],
     "one text": [lambda _: "1.0", lambda _: WORD],
-    "table": built(lambda x: pandas.DataFrame(FLOATS(x)), 1.0, 7.654321e300, np.nan),
+    "table": built(lambda x: pandas.DataFrame(FLOATS(x)), 1.0, (7.654321e300, np.nan)),
     "categories": column("category", "a", WORD),
     "nullable": column("Int64", 1, NUMBER),
 }
@@ -133,7 +138,7 @@ def loss_with_adapters(params, batch):
 
 
 @functools.cache
-def trainer(method="per_example"):
+def trainer():
     return dpmp.DPTrainer(
         mechanism=dpmp.DPSGD(
             num_examples=SIZE,
@@ -143,7 +148,6 @@ def trainer(method="per_example"):
             l2_clip_norm=1.0,
             noise_multiplier=1.0,
             delta=1e-5,
-            method=method,
         ),
         loss_fn=loss,
         optimizer=optax.sgd(0.1),
@@ -152,9 +156,8 @@ def trainer(method="per_example"):
     )
 
 
-def fit(method, make):
-    own = trainer(method)
-    own.fit(own.init(PARAMS), {"x": make(SIZE)}, progress=False)
+def fit(make):
+    trainer().fit(trainer().init(PARAMS), {"x": make(SIZE)}, progress=False)
 
 
 def train_step(batch, mask):
@@ -174,8 +177,7 @@ for_memory = {"policy": "float32", "optimizer": optax.sgd(0.1)}
 # What takes a sensitive value, and calls with one: of the data, unless the name says
 # another thing. `make` makes the value with a number of rows.
 CALLS = {
-    "fit, per-example": lambda make: fit("per_example", make),
-    "fit, book-keeping": lambda make: fit("book_keeping", make),
+    "fit": fit,
     "train_step": lambda make: train_step(make(PADDED), np.zeros(PADDED, bool)),
     "train_step, mask": lambda make: train_step(BATCH, make(PADDED)),
     "load_batch": lambda make: trainer().load_batch(
@@ -342,11 +344,11 @@ def test_the_number_of_drawn_examples_is_not_shown(call):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("flag", [jax.debug_nans, jax.debug_infs])
 @pytest.mark.parametrize("is_jit_disabled", [False, True])
-def test_flags_for_debugging_do_not_look_at_what_is_clipped(flag, is_jit_disabled):
+def test_flags_for_debugging_do_not_look_at_what_is_clipped(is_jit_disabled):
     x = np.array([[np.nan, np.inf, 1.0]])
-    with flag(True), jax.disable_jit(is_jit_disabled):
+    flags = jax.debug_nans(True), jax.debug_infs(True)
+    with flags[0], flags[1], jax.disable_jit(is_jit_disabled):
         dpmp.clip_pytree({"x": x}, 1.0)
         clipped()(PARAMS, {"x": x})
         clipped(method="book_keeping")(PARAMS, {"x": x})

@@ -10,7 +10,7 @@ from small_runs import (
     epsilon_of,
     fit,
     fresh_trainer,
-    new_trainer,
+    noisier_trainer,
     num_paid,
 )
 
@@ -60,7 +60,7 @@ class TestBudget:
 
 @ANOTHER_MECHANISM
 def test_a_budget_limits_what_is_planned_of_a_second_cost(tmp_path):
-    first, second = fresh_trainer(), new_trainer(noise_multiplier=2.0)
+    first, second = fresh_trainer(), noisier_trainer()
     costs = [x.mechanism.step_cost for x in (first, second)]
     budget = guarantee_of_stages([{costs[0]: 7}, {costs[1]: 3}], delta=DELTA)
     fit(first, tmp_path, stop_at=2)

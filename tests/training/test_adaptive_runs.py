@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import numpy as np
-import pytest
 from small_runs import KEY, PARAMS, fit, new_trainer, same
 
 import dpmp
@@ -27,11 +26,12 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_bit_for_bit(tmp_path):
     assert same(fit(trainer(), tmp_path, state=restored), whole)
     recorded = [x["clip_norm"] for x in read_metrics(tmp_path)]
     assert len(set(recorded)) == 7
+    assert all(0.3 < x < 8 for x in recorded)
     assert recorded[-1] == float(whole.clip_norm)
 
 
-@pytest.mark.parametrize("method", ["per_example", "book_keeping"])
-def test_both_engines_have_a_clip_norm_that_adapts_and_one_that_is_automatic(method):
+def test_book_keeping_has_a_clip_norm_that_adapts_and_one_that_is_automatic():
+    method = "book_keeping"
     seen, other = [], trainer(method=method)
     assert other.init(PARAMS).clip_norm == 2.0
     fit(other, callback=lambda state: seen.append(float(state.clip_norm)))
@@ -45,11 +45,10 @@ def test_both_engines_have_a_clip_norm_that_adapts_and_one_that_is_automatic(met
 
 def test_a_run_may_go_on_with_other_settings():
     """They change no cost. The clip norm goes on from where it is."""
-    for change in ({"quantile": 0.6}, {"initial": 1.0}):
-        other = trainer(dataclasses.replace(ADAPTIVE, **change))
-        state = fit(trainer(), stop_at=2)
-        before = float(state.clip_norm)
-        state = fit(other, state=state, stop_at=3)
-        assert 0.5 < float(state.clip_norm) / before < 2
-        state = fit(other, state=state)
-        assert other.guarantee(state) == other.mechanism.guarantee()
+    other = trainer(dataclasses.replace(ADAPTIVE, quantile=0.6, initial=0.01))
+    state = fit(trainer(), stop_at=2)
+    before = float(state.clip_norm)
+    state = fit(other, state=state, stop_at=3)
+    assert 0.5 < float(state.clip_norm) / before < 2
+    state = fit(other, state=state)
+    assert other.guarantee(state) == other.mechanism.guarantee()

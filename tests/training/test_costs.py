@@ -23,7 +23,9 @@ from small_runs import (
     Source,
     fails_at,
     fit,
+    fresh_trainer,
     new_trainer,
+    noisier_trainer,
     without_failures,
 )
 
@@ -32,10 +34,7 @@ from dpmp.runs import Spent
 from dpmp.runs._ledger import Ledger
 
 END = 7  # iterations
-# No batch is empty: a source is not asked for an empty one, and could not fail.
-TRAINERS = [
-    new_trainer(noise_multiplier=x, expected_batch_size=SIZE) for x in (1.0, 1.0, 2.0)
-]
+TRAINERS = [fresh_trainer(), new_trainer(), noisier_trainer()]
 COSTS = [x.mechanism.step_cost for x in TRAINERS[1:]]
 
 

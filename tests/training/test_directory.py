@@ -5,7 +5,6 @@ then. `test_killed.py` has processes that are killed.
 """
 
 import contextlib
-import functools
 import os
 import shutil
 import traceback
@@ -35,6 +34,7 @@ from small_runs import (
     killed_copies,
     loss_fn,
     new_trainer,
+    noisier_trainer,
     num_of_state,
     num_paid,
     ranges,
@@ -369,20 +369,12 @@ def test_other_training_at_the_same_cost_goes_on(tmp_path):
         optimizer=optax.sgd(0.5, momentum=0.5),
         loss_fn=lambda params, batch: jnp.mean(batch["x"] @ params["w"]),
         l2_clip_norm=2.0,
+        iterations=10,  # more of them are one composition with these
     )
     state = fit(trainer, tmp_path)
-    assert num_paid(tmp_path) == num_of_state(state) == 7
-    assert epsilon_of(tmp_path) == trainer.guarantee(state).epsilon == PLANNED
-    # More iterations are one composition with these.
-    trainer = new_trainer(iterations=10)
-    state = fit(trainer, tmp_path)
     assert num_paid(tmp_path) == num_of_state(state) == 10
-    assert epsilon_of(tmp_path) == trainer.mechanism.guarantee().epsilon
-
-
-@functools.cache
-def noisier_trainer():
-    return new_trainer(noise_multiplier=2.0)
+    epsilon = trainer.mechanism.guarantee().epsilon
+    assert epsilon_of(tmp_path) == trainer.guarantee(state).epsilon == epsilon
 
 
 def test_a_changed_mechanism_goes_on_and_its_costs_are_added(tmp_path):

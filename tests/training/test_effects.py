@@ -22,7 +22,7 @@ from small_runs import (
 class Host:
     """Is called from a step. It notes what is paid for then, and may fail."""
 
-    def __init__(self, directory, failing=None):
+    def begin(self, directory, failing=None):
         self.directory, self.failing, self.paid = directory, failing, []
 
     def __call__(self, x):
@@ -64,10 +64,16 @@ PROGRAMS = {
 }
 
 
+@functools.cache
+def program(name):
+    host = Host()
+    return new_trainer(**PROGRAMS[name](host)), host
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_block_is_paid_for_before_a_call_on_the_host(tmp_path, name):
-    host = Host(tmp_path)
-    trainer = new_trainer(**PROGRAMS[name](host))
+    trainer, host = program(name)
+    host.begin(tmp_path)
     state = fit(trainer, tmp_path)
     jax.effects_barrier()
     assert {*host.paid} == (set() if name == "reference" else {3, 6, 7})
@@ -78,9 +84,8 @@ def test_a_block_is_paid_for_before_a_call_on_the_host(tmp_path, name):
 
 
 def test_an_exception_of_a_loss_on_the_host_pays_for_its_block(tmp_path):
-    failing = 5 * 12  # somewhere in the fourth step or later
-    host = Host(tmp_path, failing)
-    trainer = new_trainer(**PROGRAMS["pure callback"](host))
+    trainer, host = program("pure callback")
+    host.begin(tmp_path, failing=5 * 12)  # somewhere in the fourth step or later
     with pytest.raises(jax.errors.JaxRuntimeError, match="callback"):
         fit(trainer, tmp_path)
     assert num_paid(tmp_path) in (3, 6, 7)

@@ -30,6 +30,7 @@ from small_runs import (
     fails_at,
     fit,
     fresh_trainer,
+    keyed_trainer,
     new_trainer,
     num_of_state,
     num_paid,
@@ -514,8 +515,8 @@ def test_a_foreign_function_is_taken_for_one_that_shows_values():
 def test_a_step_that_is_made_again_has_other_keys_although_they_are_reproducible(
     monkeypatch,
 ):
-    def keys_of_a_run(prng_key):
-        trainer, keys = new_trainer(prng_key=prng_key), []
+    def keys_of_a_run():
+        trainer, keys = keyed_trainer(), []
         take = Ticket.take
 
         def recorded(self, *uses):
@@ -537,8 +538,7 @@ def test_a_step_that_is_made_again_has_other_keys_although_they_are_reproducible
         assert len({*keys}) == len(keys) >= 10
         return keys
 
-    key = jax.random.key(3)
-    assert keys_of_a_run(key) == keys_of_a_run(key)
+    assert keys_of_a_run() == keys_of_a_run()
 
 
 def test_a_run_returns_its_own_state(monkeypatch):
@@ -589,7 +589,7 @@ def test_a_callback_that_uses_up_its_state_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a callback must leave"):
         fit(trainer, tmp_path, callback=callback)
     assert num_paid(tmp_path) == 3
-    assert num_of_state(fit(new_trainer(), tmp_path)) == 7
+    assert num_of_state(fit(fresh_trainer(), tmp_path)) == 7
 
 
 def test_references_in_a_loss_need_per_example_gradients():

@@ -79,11 +79,11 @@ def equinox_module():
 @pytest.mark.parametrize("make", [nnx_linear, frozen_dict, equinox_module])
 def test_params_keep_their_tree(make):
     params, loss_fn = make()
-    before, trainer = jax.tree.map(np.array, params), trainer_of(loss_fn)
-    after = trainer.fit(trainer.init(params), DATA, progress=False).params
+    trainer = trainer_of(loss_fn)
+    after = trainer.lower(trainer.init(params), DATA).out_info[0].params
     assert jax.tree.structure(after) == jax.tree.structure(params)
-    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        assert np.any(x != y)
+    pairs = zip(*map(jax.tree.leaves, (after, params)), strict=True)
+    assert all(x.shape == y.shape for x, y in pairs)
 
 
 def test_a_whole_module_of_equinox_is_refused_with_the_two_calls_to_make():

@@ -17,6 +17,7 @@ from small_runs import (
     fails_at,
     fit,
     new_trainer,
+    noisier_trainer,
     ranges,
     recorded_batches,
     records_of,
@@ -153,9 +154,9 @@ def test_a_budget_ends_with_an_epoch(trainer, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*steps of another mechanism")
 def test_another_cost_is_another_stage(trainer, tmp_path):
-    fit(trainer, tmp_path, stop_at=8)
-    other = new_trainer(noise_multiplier=2.0, iterations=STEPS)
-    fit(other, tmp_path)
+    fit(trainer, tmp_path, stop_at=EPOCH)
+    other = noisier_trainer()
+    fit(other, tmp_path)  # three steps
     stages = [costs(allocated=12), {other.mechanism.step_cost: 3}]
     expected = guarantee_of_stages(stages, delta=DELTA).epsilon
     assert epsilon_of(tmp_path) == expected
@@ -167,13 +168,13 @@ def test_another_cost_is_another_stage(trainer, tmp_path):
 def test_a_run_of_a_key_is_reproducible_up_to_its_interruption(tmp_path):
     """Then its batches are others, so that equal noise would cancel in a difference."""
 
+    trainer = new_trainer(
+        sampling="random_allocation", iterations=STEPS, prng_key=jax.random.key(3)
+    )
+    prepare = type(trainer._step).prepare
+
     def used_in(directory, *stops):
         used = {}
-
-        trainer = new_trainer(
-            sampling="random_allocation", iterations=STEPS, prng_key=jax.random.key(3)
-        )
-        prepare = type(trainer._step).prepare
 
         def recorded(self, state, batch, past=None):
             noise = batch.ticket._keys["noise"].tobytes()

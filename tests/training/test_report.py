@@ -19,6 +19,7 @@ from small_runs import (
     PARAMS,
     SIZE,
     fit,
+    fresh_trainer,
     new_trainer,
 )
 
@@ -129,11 +130,10 @@ def overflowed(trainer, data, *args, **options):
 @pytest.mark.parametrize(
     ("fields", "has_directory"),
     [
-        ({"arithmetic": "float32"}, False),
-        ({"method": "book_keeping"}, True),
+        ({"is_private": True}, True),
         ({"released_metrics": dpmp.ReleasedMetrics(fraction_clipped=True)}, False),
     ],
-    ids=["float32", "bounded", "clipped"],
+    ids=["plain", "clipped"],
 )
 def test_a_run_on_nan_says_so_once(fields, has_directory, tmp_path, capsys):
     trainer, progress = linear(**fields), not has_directory
@@ -229,6 +229,5 @@ def test_a_run_goes_on_if_nobody_reads_its_lines(monkeypatch):
         def write(self, text):
             raise BrokenPipeError
 
-    trainer = new_trainer()
     monkeypatch.setattr("sys.stderr", Broken())
-    assert int(trainer.fit(trainer.init(PARAMS), DATA).step) == 7
+    assert int(fit(fresh_trainer(), progress=True).step) == 7

@@ -59,7 +59,7 @@ def start(trainer):
 
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_of_a_trainer_draws_other_bits(name, taken):
-    trainer = new_trainer()
+    trainer = fresh_trainer()
     fit(trainer, stop_at=1)
     other = None
     with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
@@ -309,7 +309,7 @@ def test_no_key_is_a_constant_of_a_program(tmp_path):
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         cache.reset_cache()
-        for key in (None, None, jax.random.key(0)):
+        for key in (None, jax.random.key(0)):
             trainer = new_trainer(prng_key=key)
             state = fit(trainer, stop_at=1)
             state = trainer.train_step(state, trainer.load_batch(state, DATA))
@@ -319,7 +319,7 @@ def test_no_key_is_a_constant_of_a_program(tmp_path):
         jax.config.update("jax_compilation_cache_dir", before)
         cache.reset_cache()
     assert len(files[0]) == 1
-    assert all(x == files[0] for x in files)
+    assert files[0] == files[1]
 
 
 def test_a_trainer_cannot_be_changed():
