@@ -239,10 +239,13 @@ def test_an_error_does_not_lead_to_the_noise(trainer):
     assert loop._past is None
 
 
-def test_devices_share_a_run():
+@pytest.mark.parametrize(
+    "way", ["inverse", pytest.param("bands", marks=pytest.mark.slow)]
+)
+def test_devices_share_a_run(way):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     sharding = jax.NamedSharding(mesh, jax.P("data"))
-    fields = WAYS["inverse"] | {"microbatch_size": 4, "arithmetic": "exact"}
+    fields = WAYS[way] | {"microbatch_size": 4, "arithmetic": "exact"}
     trainer = new_trainer(**fields, method="per_example", prng_key=jax.random.key(1))
     params = {"w": np.zeros(4, np.float32)}
     data = {"x": np.pad(DATA["x"], ((0, 0), (0, 1))), "y": DATA["y"]}
