@@ -52,8 +52,10 @@ from dpmp.training._stops import Signals
 from dpmp.training._tickets import Ticket
 
 
-def own_step(trainer, state):
-    return trainer.train_step(state, trainer.load_batch(state, DATA))
+def own_steps(trainer, state, number=1):
+    for _ in range(number):
+        state = trainer.train_step(state, trainer.load_batch(state, DATA))
+    return state
 
 
 def average(first, second):
@@ -339,12 +341,6 @@ def test_too_little_memory_for_a_batch_does_not_show_its_size(monkeypatch, in_fi
     assert "99984" not in "".join(traceback.format_exception(caught.value))
 
 
-def own_steps(trainer, state, number):
-    for _ in range(number):
-        state = trainer.train_step(state, trainer.load_batch(state, DATA))
-    return state
-
-
 def test_a_folder_of_temporary_files_that_is_a_pattern_is_refused(
     tmp_path, monkeypatch
 ):
@@ -362,8 +358,8 @@ def test_a_failed_step_is_owed_until_a_state_is_returned(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Account, "spent", raises(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            own_steps(trainer, state, 1)
-    assert num_of_state(own_steps(trainer, copy, 1)) == 3
+            own_steps(trainer, state)
+    assert num_of_state(own_steps(trainer, copy)) == 3
 
 
 def test_a_state_stays_until_it_is_returned(monkeypatch):
@@ -386,7 +382,7 @@ def test_a_lost_run_is_owed_until_a_state_pays_for_all_of_it(monkeypatch):
     with pytest.raises(SystemExit):
         fit(trainer, state=state, callback=keep)
     assert trainer.last_state is None
-    assert num_of_state(own_steps(trainer, kept[1], 1)) == 4
+    assert num_of_state(own_steps(trainer, kept[1])) == 4
 
 
 def test_a_refused_run_keeps_the_last_state(tmp_path):
@@ -412,7 +408,7 @@ def test_a_second_error_does_not_forget_a_failed_step(monkeypatch):
         patch.setattr(LastStep, "fail", interrupted)
         with pytest.raises((RuntimeError, KeyboardInterrupt)):
             trainer.load_batch(state, Source(1, raises(FailureError)))
-    assert num_of_state(own_steps(trainer, state, 1)) == 2
+    assert num_of_state(own_steps(trainer, state)) == 2
 
 
 def test_no_report_of_variables_shows_a_key_for_reproducible_runs():
@@ -526,15 +522,15 @@ def test_a_step_that_is_made_again_has_other_keys_although_they_are_reproducible
 
         with monkeypatch.context() as patch:
             patch.setattr(Ticket, "take", recorded)
-            state = own_steps(trainer, trainer.init(PARAMS), 1)
+            state = own_steps(trainer, trainer.init(PARAMS))
             for _ in range(2):
                 with pytest.raises(RuntimeError, match="could not be loaded"):
                     trainer.load_batch(state, Source(1, raises(FailureError)))
             with patch.context() as inner:
                 inner.setattr(Step, "prepare", raises(FailureError))
                 with pytest.raises(FailureError):
-                    own_steps(trainer, state, 1)
-            own_steps(trainer, state, 1)
+                    own_steps(trainer, state)
+            own_steps(trainer, state)
         assert len({*keys}) == len(keys) >= 10
         return keys
 
@@ -584,7 +580,7 @@ def test_a_callback_that_uses_up_its_state_is_refused(tmp_path):
     trainer = fresh_trainer()
 
     def callback(state):
-        own_step(trainer, state)
+        own_steps(trainer, state)
 
     with pytest.raises(ValueError, match="a callback must leave"):
         fit(trainer, tmp_path, callback=callback)
