@@ -34,10 +34,7 @@ from dpmp.engines.book_keeping import measure_condition_numbers, summarize
 from dpmp.loss_scaling import ScaledLoss
 from dpmp.noise_addition import gaussian_privatizer
 from dpmp.numerics import ExactSums
-from dpmp.planning.memory import (
-    compiled_memory,
-    estimate_memory,
-)
+from dpmp.planning.memory import compiled_memory, estimate_memory
 
 SECRET = 12345.678
 SIZE = 16
@@ -641,7 +638,7 @@ CALLED = {
     ],
     "a search must draw its runs once": [lambda: draw_twice()],
     "key must be one key of jax": [
-        lambda: lora.init(0, {"kernel": np.ones((3, 2))}, 2, "kernel"),
+        lambda: lora.init(0, {"kernel": np.ones((3, 2))}, 2, "kernel")
     ],
     "the argument at prng_argnum must be one key": [
         lambda: dpmp.clipped_grad(with_key, l2_clip_norm=1.0, prng_argnum=2)(

@@ -70,10 +70,7 @@ def _assert_same(actual, expected):
 
 @pytest.mark.parametrize(
     ("method", "arithmetic", "kind"),
-    [
-        ("per_example", "float32", "array"),
-        ("book_keeping", "bounded", "by_loss"),
-    ],
+    [("per_example", "float32", "array"), ("book_keeping", "bounded", "by_loss")],
 )
 def test_a_scale_changes_no_bit_of_float32_gradients(method, arithmetic, kind):
     """In one program: another may compute the loss in another way."""

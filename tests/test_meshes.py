@@ -10,13 +10,7 @@ import reference
 from jax.sharding import AxisType, NamedSharding
 from small_runs import new_trainer
 
-from dpmp import (
-    AdaptiveClipNorm,
-    GridArray,
-    clipped_fun,
-    clipped_grad,
-    noise_addition,
-)
+from dpmp import AdaptiveClipNorm, GridArray, clipped_fun, clipped_grad, noise_addition
 
 P = jax.P
 

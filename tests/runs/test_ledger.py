@@ -6,15 +6,7 @@ import os
 import stat
 
 import pytest
-from ledgers import (
-    DELTA,
-    MECHANISM,
-    charged,
-    file_of,
-    num_steps,
-    steps,
-    write_three,
-)
+from ledgers import DELTA, MECHANISM, charged, file_of, num_steps, steps, write_three
 
 from dpmp.runs import Spent, _ledger
 from dpmp.runs._ledger import Ledger, Record, write_charge_file

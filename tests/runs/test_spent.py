@@ -120,10 +120,7 @@ class TestArrays:
         arrays = []
         for number in (90, 91):
             mechanism = dataclasses.replace(
-                MECHANISM,
-                num_examples=number,
-                neighboring_relation=relation,
-                **public,
+                MECHANISM, num_examples=number, neighboring_relation=relation, **public
             )
             spent = Spent((steps(0, 9, mechanism=mechanism),))
             arrays.append(spent.to_array())

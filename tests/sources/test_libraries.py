@@ -9,12 +9,7 @@ import grain
 import numpy as np
 import pandas
 import pytest
-from sources.datasets import (
-    ARRAYS,
-    Sized,
-    assert_gives_examples_and_zeros,
-    load_batch,
-)
+from sources.datasets import ARRAYS, Sized, assert_gives_examples_and_zeros, load_batch
 
 from dpmp.sources import check_source, loader_of
 

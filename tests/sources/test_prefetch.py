@@ -9,13 +9,7 @@ import time
 import traceback
 
 import pytest
-from small_runs import (
-    FailureError,
-    Source,
-    fit,
-    keyed_trainer,
-    same,
-)
+from small_runs import FailureError, Source, fit, keyed_trainer, same
 
 from dpmp.sources import prefetched
 

@@ -16,13 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_runs import (
-    FailureError,
-    fails_at,
-    known_bits,
-    new_trainer,
-    places_of_keys,
-)
+from small_runs import FailureError, fails_at, known_bits, new_trainer, places_of_keys
 
 import dpmp
 

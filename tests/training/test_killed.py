@@ -114,11 +114,7 @@ def check(job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("every", "keep", "devices", "processes"),
-    [
-        (1, 3, 4, 1),
-        (7, 3, 2, 2),
-    ],
+    ("every", "keep", "devices", "processes"), [(1, 3, 4, 1), (7, 3, 2, 2)]
 )
 def test_runs_go_on_after_kills_at_random_instants(
     tmp_path, every, keep, devices, processes

@@ -307,10 +307,7 @@ def test_a_handler_of_the_program_cannot_show_an_error_that_is_not_paid_for(
 def test_sigterm_before_the_first_step_ends_the_program_in_order(tmp_path):
     trainer = fresh_trainer()
     source = Source(1, lambda: send(signal.SIGTERM))
-    with (
-        warnings.catch_warnings(action="error"),
-        pytest.raises(SystemExit) as caught,
-    ):
+    with warnings.catch_warnings(action="error"), pytest.raises(SystemExit) as caught:
         fit(trainer, tmp_path, data=source, prefetch=0)
     assert caught.value.code == 128 + signal.SIGTERM
     assert num_paid(tmp_path) == 0

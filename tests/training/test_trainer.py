@@ -8,11 +8,7 @@ import pytest
 from scipy import stats
 from small_runs import new_trainer, same, without_failures
 
-from dpmp import (
-    Policy,
-    SensitiveOutputs,
-    TrainingState,
-)
+from dpmp import Policy, SensitiveOutputs, TrainingState
 from dpmp.training._tickets import draw_batch, draw_tickets
 
 NUM_EXAMPLES = 16
