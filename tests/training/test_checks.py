@@ -46,7 +46,7 @@ class Variable:
 
 
 def test_variables_become_their_values():
-    state = fit(params=Variable(jnp.zeros(3)))
+    state = make().init(Variable(jnp.zeros(3)))
     assert isinstance(state.params, jax.Array)
 
 

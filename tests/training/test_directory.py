@@ -57,19 +57,7 @@ def undisturbed():
 # What is released, and when.
 
 
-def test_a_run_pays_for_its_steps_block_by_block(tmp_path):
-    state = fit(fresh_trainer(), tmp_path, keep=2)
-    assert ranges(tmp_path) == [("released", i, min(i + 3, 7)) for i in (0, 3, 6)]
-    assert checkpoints(tmp_path) == [6, 7]
-    assert epsilon_of(tmp_path) == PLANNED
-    assert fresh_trainer().guarantee(state).epsilon == PLANNED
-    assert same(fit(fresh_trainer(), tmp_path), state)  # it is returned
-    assert num_paid(tmp_path) == 7
-    for path in (tmp_path, *tmp_path.iterdir()):
-        assert path.stat().st_mode & 0o077 == 0, path
-
-
-def test_a_callback_sees_released_states_alone(tmp_path):
+def test_a_run_pays_for_its_steps_before_a_callback_sees_them(tmp_path):
     seen = []
 
     def callback(state):
@@ -80,11 +68,19 @@ def test_a_callback_sees_released_states_alone(tmp_path):
         assert checkpoints(tmp_path)[-1] == state.step
         return {"accuracy": 0.5}
 
-    fit(fresh_trainer(), tmp_path, callback=callback)
+    state = fit(fresh_trainer(), tmp_path, keep=2, callback=callback)
     assert seen == [3, 6, 7]
     lines = runs.read_metrics(tmp_path)
     assert [x["step"] for x in lines] == [1, 2, 3, 4, 5, 6, 7]
     assert [x["step"] for x in lines if "public/accuracy" in x] == seen
+    assert ranges(tmp_path) == [("released", i, min(i + 3, 7)) for i in (0, 3, 6)]
+    assert checkpoints(tmp_path) == [6, 7]
+    assert epsilon_of(tmp_path) == PLANNED
+    assert fresh_trainer().guarantee(state).epsilon == PLANNED
+    assert same(fit(fresh_trainer(), tmp_path), state)  # it is returned
+    assert num_paid(tmp_path) == 7
+    for path in (tmp_path, *tmp_path.iterdir()):
+        assert path.stat().st_mode & 0o077 == 0, path
 
 
 # Accidents.

@@ -58,6 +58,13 @@ def own_steps(trainer, state, number=1):
     return state
 
 
+def raises(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
 def average(first, second):
     return jax.tree.map(lambda x, y: ((x + y) / 2).astype(x.dtype), first, second)
 
@@ -104,18 +111,15 @@ def test_an_odd_error_is_raised_and_the_state_is_saved(tmp_path, kind):
     assert checkpoints(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("failure", [TimeoutError(), OSError(24, "too many files")])
-def test_a_whole_checkpoint_stays_if_it_cannot_be_read(tmp_path, monkeypatch, failure):
+def test_a_whole_checkpoint_stays_if_it_cannot_be_read(tmp_path, monkeypatch):
     trainer = fresh_trainer()
     fit(trainer, tmp_path, stop_at=6)
 
-    def fail(*_):
-        raise failure
-
-    with monkeypatch.context() as patch:
-        patch.setattr("dpmp.runs._arrays._checkpointer", fail)
-        with pytest.raises(type(failure)):
-            fit(trainer, tmp_path)
+    for error in (TimeoutError, OSError(24, "too many files")):
+        with monkeypatch.context() as patch:
+            patch.setattr("dpmp.runs._arrays._checkpointer", raises(error))
+            with pytest.raises((TimeoutError, OSError)):
+                fit(trainer, tmp_path)
     assert checkpoints(tmp_path) == [3, 6]
     fit(trainer, tmp_path)
     assert num_paid(tmp_path) == 7
@@ -195,14 +199,9 @@ def test_a_checkpoint_may_be_replaced_by_a_link(tmp_path):
 
 @pytest.mark.parametrize("in_fit", [True, False])
 def test_ctrl_c_beside_an_error_of_a_source_does_not_show_it(monkeypatch, in_fit):
-    def fail():
-        raise ValueError("record of patient 4711 is broken")
-
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(traceback, "extract_tb", interrupted)
-    trainer, source = fresh_trainer(), Source(1, fail)
+    error = ValueError("record of patient 4711 is broken")
+    monkeypatch.setattr(traceback, "extract_tb", raises(KeyboardInterrupt))
+    trainer, source = fresh_trainer(), Source(1, raises(error))
     load = functools.partial(trainer.load_batch, trainer.init(PARAMS), source)
     if in_fit:
         load = functools.partial(fit, trainer, data=source, prefetch=0)
@@ -219,11 +218,8 @@ def test_a_signal_after_a_durable_record_leaves_whole_records(tmp_path, monkeypa
     file = tmp_path / "ledger.jsonl"
     before = file.read_bytes()
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(_ledger, "_Whole", interrupted)
+        patch.setattr(_ledger, "_Whole", raises(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             ledger.append(record)
     assert file.read_bytes() == before.rstrip()  # a newline may be missing
@@ -259,13 +255,10 @@ def test_a_run_of_infinite_epsilon_is_saved(tmp_path):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_state_of_elsewhere_is_saved_before_its_first_new_step(tmp_path, error):
-    def fail():
-        raise error
-
-    trainer = fresh_trainer()
+    trainer, source = fresh_trainer(), Source(1, raises(error))
     state = fit(trainer, stop_at=5)
     with pytest.raises((RuntimeError, KeyboardInterrupt)) as caught:
-        fit(trainer, tmp_path, state=state, data=Source(1, fail), prefetch=0)
+        fit(trainer, tmp_path, state=state, data=source, prefetch=0)
     assert "is saved" in caught.value.__notes__[-1]
     assert checkpoints(tmp_path) == [5]
 
@@ -322,13 +315,6 @@ def test_an_interrupted_step_leaves_no_values_in_variables(monkeypatch, error):
     given = [*jax.tree.leaves((state, batch.examples, batch.is_padding_example))]
     assert all(any(x is y for y in given) for x in leaves)
     assert len(trainer._last_step.failed.segments) == 1
-
-
-def raises(error):
-    def fail(*_, **__):
-        raise error
-
-    return fail
 
 
 @pytest.mark.parametrize("in_fit", [True, False])
