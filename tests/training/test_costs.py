@@ -248,7 +248,7 @@ def fails_at_once():
 
 
 Programs.TestCase.settings = hypothesis.settings(
-    max_examples=25, stateful_step_count=25
+    max_examples=40, stateful_step_count=25
 )
 test_programs_cost_what_the_model_says = pytest.mark.filterwarnings(
     "ignore:the directory has",
