@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 from small_runs import KEY, PARAMS, fit, new_trainer, same
 
@@ -52,3 +53,13 @@ def test_a_run_may_go_on_with_other_settings():
     assert 0.5 < float(state.clip_norm) / before < 2
     state = fit(other, state=state)
     assert other.guarantee(state) == other.mechanism.guarantee()
+
+
+def test_a_step_clips_by_the_norm_of_its_state():
+    """All gradients exceed the first norm and none the second; the noise is equal."""
+    factors = []
+    for norm in (1e-3, 1e3):
+        state = trainer().init(PARAMS)._replace(clip_norm=jnp.float32(norm))
+        state = fit(trainer(), state=state, stop_at=1)
+        factors.append(float(state.clip_norm) / norm)
+    assert factors[0] > 1.1 * factors[1]
