@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from reference import FLOAT_SUMS
 from small_runs import KEY, new_trainer
 
 from benchmarks.collectives import Collective, collectives
@@ -16,6 +17,7 @@ from dpmp import ReleasedMetrics, clipped_grad, loss_scaling
 from dpmp.clipping import Shards
 from dpmp.numerics import _float_sums
 from dpmp.numerics._arithmetic import parse_arithmetic
+from dpmp.programs import frozen
 
 P = jax.P
 SHAPES = {"w": (8, 16), "b": (16,), "scalar": ()}
@@ -371,48 +373,6 @@ def test_scales_keys_metrics_and_frozen_arrays_reach_all_devices():
     assert found.scale_state.scale == expected.scale_state.scale
 
 
-def branch_in_a_loop(w, x, stack):
-    def layer(h, inputs):
-        matrix, i = inputs
-        return jax.lax.cond(i % 2 == 0, lambda: h @ matrix @ w, lambda: h @ w), None
-
-    layers = stack.reshape(4, 8, 8), jnp.arange(4)
-    return jnp.mean(jax.lax.scan(layer, x, layers)[0] ** 2)
-
-
-def loop_in_a_branch(w, x, stack):
-    def layer(h, matrix):
-        return h @ matrix @ w, None
-
-    def through_layers():
-        return jax.lax.scan(layer, x, stack.reshape(4, 8, 8))[0]
-
-    return jnp.mean(jax.lax.cond(jnp.sum(w) > 0, through_layers, lambda: x) ** 2)
-
-
-def loop_in_a_loop(w, x, stack):
-    def layer(h, matrix):
-        return h @ matrix @ w, None
-
-    def stage(h, layers):
-        return jax.lax.scan(layer, h, layers)
-
-    return jnp.mean(jax.lax.scan(stage, x, stack)[0] ** 2)
-
-
-def entropy(w, x, stack):
-    logits = jax.nn.relu(x @ stack[0, 0]) @ w
-    labels = jnp.zeros(len(x), jnp.int32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def step_within(w, x, stack):
-    def inner(w):
-        return jnp.mean(jnp.where(x @ stack[0, 1] > 0, x @ w, 0.0) ** 2)
-
-    return inner(w - 0.1 * jax.grad(inner)(w))
-
-
 def test_devices_skip_padding_together():
     """One alone would not take part in the collectives of the compiler's axis."""
     mesh = make_mesh((2, 2), ("data", "model"))
@@ -441,134 +401,162 @@ def gathered(trainer, state, x):
     return {c.shape for c in found if c.kind == "all-gather"}
 
 
-USES = {
-    "transposed": jnp.transpose,
-    "tanh": jnp.tanh,
-    "int8": lambda matrix: matrix.astype(jnp.float32) / 64,
-}
-
-
 @pytest.mark.parametrize(
-    ("is_frozen", "method", "use", "is_rematerialised"),
+    ("is_frozen", "method", "dtype"),
     [
-        (True, "per_example", "transposed", False),
-        (False, "book_keeping", "transposed", True),
-        *(
-            pytest.param(*x, marks=pytest.mark.slow)
-            for x in [
-                (True, "book_keeping", "int8", False),
-                (False, "book_keeping", "tanh", False),
-                (False, "book_keeping", "tanh", True),
-            ]
-        ),
+        (True, "per_example", np.float32),
+        (False, "book_keeping", np.float32),
+        pytest.param(True, "book_keeping", np.int8, marks=pytest.mark.slow),
     ],
 )
-def test_large_layers_are_gathered_one_at_a_time(
-    monkeypatch, is_frozen, method, use, is_rematerialised
-):
-    """Devices without examples take part in it, or the others would wait for them."""
-    mesh, layers, width, num_examples = make_mesh(), 3, 16, 2
-    rng = np.random.default_rng(0)
-    stack = np.float32(rng.normal(size=(layers, width, width)) / 4)
-    stack = np.int8(64 * stack) if use == "int8" else stack
-    x = place(np.float32(rng.normal(size=(32, width))), mesh, P("data"))
-    is_padding = place(np.arange(32) >= num_examples, mesh, P("data"))
-    bias = place(np.zeros(width, np.float32), mesh, P())
-
-    def loss(bias, stack, x):
-        def layer(h, matrix):
-            return jnp.tanh(h @ USES[use](matrix) + bias), None
-
-        layer = jax.checkpoint(layer) if is_rematerialised else layer
-        return jnp.mean(jax.lax.scan(layer, x, stack)[0] ** 2)
-
-    def make(spec):
-        placed = place(stack, mesh, spec)
-        trainer = make_trainer(
-            (lambda params, x: loss(params[0], placed, x))
-            if is_frozen
-            else (lambda params, x: loss(*params, x)),
-            expected_batch_size=20,
-            microbatch_size=16,
-            method=method,
-        )
-        return trainer, trainer.init((bias,) if is_frozen else (bias, placed))
-
-    divided = P(None, None, "data")
-    assert gathered(*make(P()), x) == set()
-    assert gathered(*make(divided), x) == {stack.shape}
-    monkeypatch.setattr("dpmp.programs.frozen._SHARE_OF_STACKS", 0)
-    if is_frozen or use == "transposed":
-        assert gathered(*make(divided), x) == {(width, width)}
-    steps = [
-        trainer.train_step(state, x, is_padding)
-        for trainer, state in (make(P()), make(divided))
-    ]
-    # The two programs round differently. Without the gradient of a trained stack,
-    # parameters would differ by 1e-4 and more: it is most of a norm of 0.5.
-    jax.tree.map(
-        lambda *xs: np.testing.assert_allclose(*xs, rtol=0, atol=1e-7),
-        *(step.params for step in steps),
-    )
-
-
-def test_frozen_arrays_that_are_not_read_by_layers_are_gathered_once(monkeypatch):
+def test_large_layers_are_gathered_one_at_a_time(monkeypatch, is_frozen, method, dtype):
     monkeypatch.setattr("dpmp.programs.frozen._SHARE_OF_STACKS", 0)
     mesh = make_mesh()
-    frozen = place(np.ones((3, 8, 8), np.float32), mesh, P(None, "data"))
+    stack = place(np.ones((3, 16, 16), dtype), mesh, P(None, None, "data"))
+    whole = place(np.ones((3, 16, 16), np.float32), mesh, P(None, "data"))
+    x = place(np.ones((32, 16), np.float32), mesh, P("data"))
+    bias = place(np.zeros(16, np.float32), mesh, P())
 
-    def loss(w, x):
-        def layer(h, matrix):
-            return h @ matrix @ w, None
+    def loss(bias, stack, x):
+        @jax.checkpoint
+        def layer(h, matrices):
+            matrix, other = matrices
+            return jnp.tanh(h @ matrix.astype(h.dtype).T @ other + bias), None
 
-        return jnp.mean(jax.lax.scan(layer, x, frozen)[0]) + jnp.mean(x @ frozen[0])
+        # The second array is also read elsewhere, and so it is gathered at once.
+        h, _ = jax.lax.scan(layer, x @ whole[0], (stack, whole))
+        return jnp.mean(h**2)
 
-    fields = {"expected_batch_size": 20, "microbatch_size": 16}
-    trainer = make_trainer(loss, method="per_example", **fields)
-    state = trainer.init(place(np.eye(8, dtype=np.float32), mesh, P()))
-    x = place(np.ones((32, 8), np.float32), mesh, P("data"))
-    assert gathered(trainer, state, x) == {(3, 8, 8)}
+    trainer = make_trainer(
+        (lambda params, x: loss(params[0], stack, x))
+        if is_frozen
+        else (lambda params, x: loss(*params, x)),
+        expected_batch_size=20,
+        microbatch_size=16,
+        method=method,
+    )
+    state = trainer.init((bias,) if is_frozen else (bias, stack))
+    assert gathered(trainer, state, x) == {(16, 16), (3, 16, 16)}
 
 
-# Each loss with one way to use the array; the slow tests have a second way.
+@pytest.mark.parametrize("num_kept", [0, 1])
+def test_stacks_that_take_little_memory_are_gathered_at_once(monkeypatch, num_kept):
+    stack, spec = np.ones((3, 8, 8), np.float32), P(None, "data")
+    # Trained stacks have sums of as many entries.
+    num_bytes = 4 * (3 * stack.nbytes - num_kept)
+    monkeypatch.setattr("dpmp._meshes.memory_of_device", lambda: num_bytes)
+
+    def apply(trained, x):
+        return jax.lax.scan(lambda x, w: (x @ w[0] @ w[1], None), x, (stack, trained))
+
+    closed = jax.make_jaxpr(apply)(stack, np.ones((4, 8), np.float32))
+    expected = [spec if num_kept else P()] * 2
+    assert frozen.specs_of_parts(closed, [spec] * 2) == expected
+
+
+# Ways to use an array.
+
+
+def branch_in_a_loop(w, x, stack):
+    def layer(h, inputs):
+        matrix, i = inputs
+        return jax.lax.cond(i % 2 == 0, lambda: h @ matrix @ w, lambda: h @ w), None
+
+    layers = stack.reshape(4, 8, 8), jnp.arange(4)
+    return jnp.mean(jax.lax.scan(layer, x, layers)[0] ** 2)
+
+
+def loop_in_a_branch(w, x, stack):
+    def layer(h, matrix):
+        return h @ matrix @ w, None
+
+    def through_layers():
+        return jax.lax.scan(layer, x, stack.reshape(4, 8, 8))[0]
+
+    return jnp.mean(jax.lax.cond(jnp.sum(w) > 0, through_layers, lambda: x) ** 2)
+
+
+def loop_in_a_loop(w, x, stack):
+    @jax.checkpoint
+    def layer(h, matrix):
+        return h @ matrix.T @ jnp.tanh(matrix) @ w, None
+
+    def stage(h, layers):
+        return jax.lax.scan(layer, h, layers)
+
+    return jnp.mean(jax.lax.scan(stage, x, stack)[0] ** 2)
+
+
+def entropy(w, x, stack):
+    logits = jax.nn.relu(x @ stack[0, 0]) @ w
+    labels = jnp.zeros(len(x), jnp.int32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def step_within(w, x, stack):
+    def inner(w):
+        return jnp.mean(jnp.where(x @ stack[0, 1] > 0, x @ w, 0.0) ** 2)
+
+    return inner(w - 0.1 * jax.grad(inner)(w))
+
+
+USES = (branch_in_a_loop, loop_in_a_branch, loop_in_a_loop, entropy, step_within)
+
+
 @pytest.mark.parametrize(
-    ("loss", "method", "is_frozen"),
+    ("method", "frozen_ones"),
     [
-        (entropy, "book_keeping", True),
-        (step_within, "per_example", True),
-        (branch_in_a_loop, "book_keeping", False),
-        (loop_in_a_branch, "book_keeping", True),
-        (loop_in_a_loop, "book_keeping", False),
-        *(
-            pytest.param(*x, marks=pytest.mark.slow)
-            for x in [
-                (step_within, "book_keeping", True),
-                (branch_in_a_loop, "book_keeping", True),
-                (loop_in_a_branch, "book_keeping", False),
-                (loop_in_a_loop, "per_example", True),
-            ]
+        ("book_keeping", {"loop_in_a_branch", "entropy", "step_within"}),
+        ("per_example", {"loop_in_a_loop", "step_within"}),
+        pytest.param(
+            "book_keeping",
+            {"branch_in_a_loop", "loop_in_a_loop", "step_within"},
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_arrays_on_a_mesh_may_be_read_anywhere(monkeypatch, loss, method, is_frozen):
+def test_arrays_on_a_mesh_may_be_read_anywhere(monkeypatch, method, frozen_ones):
+    """Devices without examples take part in it, or the others would wait for them."""
     monkeypatch.setattr("dpmp.programs.frozen._SHARE_OF_STACKS", 0)
-    mesh, rng = make_mesh((2,)), np.random.default_rng(0)
-    stack = np.float32(rng.normal(size=(2, 2, 8, 8)) / 4)
+    rng, num_examples = np.random.default_rng(0), 9
+    stacks = {
+        use.__name__: np.float32(rng.normal(size=(2, 2, 8, 8)) / 4) for use in USES
+    }
+    if method == "per_example":
+        del stacks["branch_in_a_loop"], stacks["entropy"]
     x = np.float32(rng.normal(size=(32, 8)))
-    found = []
-    for spec in (P(), P(None, "data")):
-        placed = place(stack, mesh, spec)
-        params = place(np.eye(8, dtype=np.float32), mesh, P())
-        trainer = make_trainer(
-            (lambda w, x, stack=placed: loss(w, x, stack))
-            if is_frozen
-            else (lambda params, x: loss(params[0], x, params[1])),
-            expected_batch_size=20,
-            microbatch_size=16,
-            method=method,
-            noise_multiplier=1e-3,
-        )
-        state = trainer.init(params if is_frozen else (params, placed))
-        batch = place((x, np.arange(32) >= 20), mesh, P("data"))
-        found.append(trainer.train_step(state, *batch).params)
-    jax.tree.map(lambda *xs: np.testing.assert_allclose(*xs, atol=1e-5), *found)
+
+    def loss(params, constants, x):
+        stacks = {**params, **constants}
+        w = params["w"]
+        return sum(use(w, x, stacks[f]) for use in USES if (f := use.__name__) in stacks)
+
+    mesh = make_mesh((2,))
+    placed = {name: place(stack, mesh, P(None, "data")) for name, stack in stacks.items()}
+    constants = {name: x for name, x in placed.items() if name in frozen_ones}
+    params = {name: x for name, x in placed.items() if name not in frozen_ones}
+    params["w"] = place(np.eye(8, dtype=np.float32), mesh, P())
+    trainer = make_trainer(
+        lambda params, x: loss(params, constants, x),
+        expected_batch_size=16,
+        microbatch_size=16,
+        method=method,
+        arithmetic=FLOAT_SUMS[method],
+        l2_clip_norm=64.0,  # of no example
+        noise_multiplier=0.0,
+        optimizer=optax.sgd(1.0),
+    )
+    batch = place((x, np.arange(32) >= num_examples), mesh, P("data"))
+    found = trainer.train_step(trainer.init(params), *batch).params
+
+    def total(params, x):
+        of_examples = jax.vmap(loss, in_axes=(None, None, 0))
+        frozen_stacks = {name: stacks[name] for name in constants}
+        return jnp.sum(of_examples(params, frozen_stacks, x[:, None]))
+
+    params = jax.tree.map(np.asarray, params)
+    grads = jax.jit(jax.grad(total))(params, x[:num_examples])
+    for name, grad in grads.items():
+        assert np.max(np.abs(grad)) > 0.01
+        expected = params[name] - grad / 16
+        np.testing.assert_allclose(found[name], expected, atol=1e-5)

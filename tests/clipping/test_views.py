@@ -9,7 +9,7 @@ import reference
 
 import dpmp
 
-NUM_EXAMPLES, NUM_VIEWS = 5, 3
+NUM_EXAMPLES, NUM_VIEWS = 3, 3
 RNG = np.random.default_rng(0)
 BATCH = {
     "image": RNG.normal(size=(NUM_EXAMPLES, 1, 6, 6)).astype(np.float32),
@@ -26,6 +26,7 @@ KEY = jax.random.key(1)
 TOLERANCE = 32 * 2.0**-23
 
 
+@jax.jit
 def random_view(image, key):
     key_of_flip, key_of_shift = jax.random.split(key)
     image = jnp.where(jax.random.bernoulli(key_of_flip), image[:, :, ::-1], image)

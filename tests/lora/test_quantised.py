@@ -1,5 +1,6 @@
 """Adapters of a quantised base model, which stays packed in memory (QLoRA)."""
 
+import functools
 import warnings
 
 import jax
@@ -16,7 +17,7 @@ from dpmp import lora
 with warnings.catch_warnings(action="ignore"):  # of what qwix imports
     import qwix
 
-LAYERS, WIDTH, VOCABULARY = 3, 64, 40
+LAYERS, WIDTH, VOCABULARY = 2, 32, 40
 KEY = jax.random.key(0)
 
 
@@ -47,7 +48,13 @@ def quantised(params, kind):
             axes, tiles = [0], {}
         return qwix.quantize(x, kind, channelwise_axes=axes, tiled_axes=tiles)
 
-    return jax.tree.map(packed, params)
+    return jax.jit(lambda params: jax.tree.map(packed, params))(params)
+
+
+@functools.cache
+def in_8_bits():
+    """Parameters with packed matrices."""
+    return quantised(new_params(jnp.float32), "int8")
 
 
 def loss_fn(params, tokens):
@@ -66,18 +73,18 @@ TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (16, 12)).astype(np.in
 
 
 def test_the_adapted_function_is_that_of_the_merged_model():
-    params = quantised(new_params(jnp.float32), "int8")
+    params = in_8_bits()
     adapters = trained(lora.init(KEY, params, 2, "layers|head/kernel"))
     assert {*adapters.factors} == {"layers/up", "layers/down", "head/kernel"}
     merged = lora.merge(params, adapters)
     assert {x.dtype.name for x in jax.tree.leaves(merged)} == {"float32"}
     adapted = lora.apply(loss_fn, params)
-    given, expected = (
-        jax.jit(jax.value_and_grad(fun))(adapters)
-        for fun in (
-            lambda x: adapted(x, TOKENS),
-            lambda x: loss_fn(lora.merge(params, x), TOKENS),
-        )
+    funs = (
+        lambda x: adapted(x, TOKENS),
+        lambda x: loss_fn(lora.merge(params, x), TOKENS),
+    )
+    given, expected = jax.jit(lambda x: [jax.value_and_grad(f)(x) for f in funs])(
+        adapters
     )
     assert_trees_close(given, expected, rtol=2e-5)
 
@@ -165,8 +172,12 @@ def test_any_node_that_dequantises_is_an_array():
         lambda x: Halves(jnp.round(8 * x).astype(jnp.int8)), params["layers"]
     )
     adapters = trained(lora.init(KEY, params, 2, "layers"))
-    given = lora.apply(loss_fn, params)(adapters, TOKENS)
-    merged = loss_fn(lora.merge(params, adapters), TOKENS)
+    given, merged = jax.jit(
+        lambda x: (
+            lora.apply(loss_fn, params)(x, TOKENS),
+            loss_fn(lora.merge(params, x), TOKENS),
+        )
+    )(adapters)
     np.testing.assert_allclose(given, merged, rtol=1e-5)
 
 
@@ -180,7 +191,7 @@ def test_layers_that_share_scales_are_refused():
 
 
 def test_names_and_files_are_those_of_the_dense_model(tmp_path):
-    packed = quantised(new_params(jnp.float32), "int8")
+    packed = in_8_bits()
     initial = lora.init(KEY, packed, 2, ["layers/up"])
     adapters = trained(initial)
     lora.save(tmp_path, adapters, packed, initial=initial)
