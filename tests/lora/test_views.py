@@ -36,7 +36,7 @@ def splits(size):
     return [(size,), *((n, size // n) for n in range(1, size + 1) if size % n == 0)]
 
 
-@hypothesis.settings(max_examples=10)  # each compiles a program
+@hypothesis.settings(max_examples=6)  # each compiles a program
 @hypothesis.given(st.data())
 def test_the_product_of_the_factors_follows_the_array(data):
     def changed_in_turn():

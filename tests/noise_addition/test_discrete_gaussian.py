@@ -28,7 +28,7 @@ COLUMNS, CAPACITY = 2**13, 2**115
 BASE_VARIANCE = 65540
 WIDTHS = [(1,), (1, 1), (12, 5), (128, 1), (40, 24, 1), (128**2, 128, 1)]
 WIDEST = (16 * 128**2, 16 * 128, 16, 1)
-NUM_DRAWS = 2**20
+NUM_DRAWS = 2**19
 # Of two and four draws for statistics, of one to four for exact comparisons.
 FEW_WIDTHS = [(12, 5), (120, 72, 3, 1)]
 OTHER_WIDTHS = [*(WIDTHS[i] for i in (0, 3, 5)), WIDEST]
@@ -358,12 +358,12 @@ def test_no_block_is_used_twice(monkeypatch):
     monkeypatch.setattr(_discrete_gaussian, "threefry4x32", record)
     monkeypatch.setattr(_discrete_gaussian, "positions", positions_in_a_large_array)
     noise = DiscreteGaussian((40, 24, 1))
-    steps, leaves = (0, 1, 2**31 - 1, -1), (0, 1, 2, 2**30 - 1)
+    steps, leaves = (0, 1, -1), (0, 1, 2**30 - 1)
     with jax.disable_jit():
         for step, leaf in itertools.product(steps, leaves):
             noise.sample(KEY, (3, 3), step=jnp.int32(step), leaf=leaf)
     distinct = np.unique(np.reshape(counters, (-1, 4)), axis=0)
-    assert len(distinct) == 4 * 4 * 3 * 9
+    assert len(distinct) == 3 * 3 * 3 * 9
     # Those of a jax key with the same words have a zero here.
     assert np.all(distinct[:, 0] > 0)
 
@@ -401,7 +401,7 @@ def test_the_bits_do_not_depend_on_the_program(in_parts):
 
 
 # The parts of some of these overlap: a prime number of entries has no divisors.
-@pytest.mark.parametrize("shape", [(384,), (2, 3, 64), (389,), (2, 97, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 64), (389,), (2, 97, 2)], ids=str)
 def test_parts_have_the_bits_of_a_draw_at_once(shape, in_parts):
     def sample():
         return DiscreteGaussian((128, 1)).sample(KEY, shape, step=STEP, leaf=2)

@@ -116,7 +116,7 @@ def test_what_exceeds_the_radius_contributes_zero(
     assert not np.any(_exact_sum(x, resolution=resolution).counts)
 
 
-@pytest.mark.parametrize("size", [2, 40, 70_000])
+@pytest.mark.parametrize("size", [2, 70_000])
 def test_the_check_is_exact(size):
     max_norms = (3, 2**15 - 1, 2**15, LARGEST_RESOLUTION)
     given = [_rows_near(max_norm, size) for max_norm in max_norms]
@@ -152,7 +152,7 @@ def _rows_near(max_norm, size):
 
 
 def test_a_contribution_of_many_leaves_is_checked_as_one(multiply_coefficients):
-    tree = {str(i): jnp.ones((1, 3), _DTYPES[i % 3]) for i in range(20)}
+    tree = {str(i): jnp.ones((1, 3), _DTYPES[i % 3]) for i in range(6)}
 
     def squared_norm():
         total = _exact_sum(tree)

@@ -351,13 +351,16 @@ def test_an_example_contributes_one_clip_norm_at_most_whatever_the_others_are(
 
 
 def test_what_is_drawn_decides_what_is_rounded():
+    @jax.jit
+    def under(is_rounded):
+        return _under("nvfp4", is_rounded=is_rounded)
+
     for drawn, rules in (
         ([1, 1, 1], "nvfp4"),
         ([0, 0, 0], None),
         ([1, 0, 0], {"^a": "nvfp4"}),
     ):
-        found = _under("nvfp4", is_rounded=jnp.float32(drawn))
-        expected = _under(rules)
+        found, expected = under(jnp.float32(drawn)), _under(rules)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
@@ -414,16 +417,17 @@ def test_examples_stay_apart_in_a_model_that_qwix_has_quantised(method, qtype):
     x[0] *= 1e4  # the others would be rounded to zero with its scale
     params = linen.Dense(5).init(jax.random.key(0), x)
 
-    @jax.numpy_dtype_promotion("standard")  # for qwix
-    def summed(module, x):
+    def of_module(module):
         summed = _summed(
             lambda params, x: jnp.mean(jnp.sin(module.apply(params, x))), method
         )
-        return jax.tree.leaves(summed(params, x))
+        return lambda x: jax.tree.leaves(summed(params, x))
 
-    together = summed(model, x)
-    alone = [summed(model, x[i : i + 1]) for i in range(len(x))]
+    with jax.numpy_dtype_promotion("standard"):  # for qwix
+        summed = of_module(model)
+        together = summed(x)
+        alone = [summed(x[i : i + 1]) for i in range(len(x))]
+        plain = of_module(linen.Dense(5))(x)
     for total, *parts in zip(together, *alone, strict=True):
         np.testing.assert_allclose(total, np.sum(parts, axis=0), rtol=1e-4, atol=1e-6)
-    plain = summed(linen.Dense(5), x)
     assert reference.norm([a - b for a, b in zip(plain, together, strict=True)]) > 1e-3
