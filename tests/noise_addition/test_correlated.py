@@ -142,7 +142,9 @@ def test_the_sum_moves_the_release_and_not_the_noise(privatizer, noise):
     for name, x in noise.items():
         expected = 17 * UNIT * np.arange(steps).reshape(-1, *[1] * (x.ndim - 1))
         difference = np.float64(moved[name]) - np.float64(x[:steps])
-        np.testing.assert_array_equal(difference, np.broadcast_to(expected, difference.shape))
+        np.testing.assert_array_equal(
+            difference, np.broadcast_to(expected, difference.shape)
+        )
 
 
 def test_noise_has_the_covariance_of_the_strategy(strategy, noise):
