@@ -1,5 +1,6 @@
 """That the example of Tunix runs, and learns."""
 
+import dataclasses
 import re
 
 import jax
@@ -13,6 +14,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_the_example_trains_privately(monkeypatch, capsys, tmp_path):
     import tunix_sft as example
 
+    smaller = {"num_layers": 1, "embed_dim": 32, "hidden_dim": 64}
+    config = dataclasses.replace(example.CONFIG, **smaller, head_dim=8)
+    monkeypatch.setattr(example, "CONFIG", config)
+    monkeypatch.setattr(example, "LENGTH", 32)
     args = ["--steps", "2", "--pre-train-steps", "2", "--output", str(tmp_path / "run")]
     monkeypatch.setattr("sys.argv", ["tunix_sft.py", *args])
     with jax.numpy_dtype_promotion("standard"):
