@@ -1,6 +1,7 @@
 """Audits pass on dpmp as it is, and fail on dpmp with a fault."""
 
 import dataclasses
+import functools
 import itertools
 
 import dp_accounting
@@ -33,6 +34,7 @@ WAYS = {
 }
 
 
+@functools.cache
 def mechanism(epsilon=4.0, **fields):
     sizes = {"num_examples": 4096, "expected_batch_size": 512, "iterations": 12}
     fields = sizes | {"l2_clip_norm": 1.0, "num_parameters": 4096} | fields
@@ -65,7 +67,8 @@ def test_canaries_find_most_of_epsilon_and_not_more(way, fields):
     assert found.num_canaries == 2**15
 
 
-@pytest.mark.parametrize("way", WAYS)
+# `test_canaries_find_most_of_epsilon_and_not_more` attacks Poisson sampling.
+@pytest.mark.parametrize("way", WAYS.keys() - {"poisson"})
 def test_an_attacker_on_an_ideal_run_finds_what_one_on_dpmp_finds(way):
     chosen = mechanism(8.0, **WAYS[way])
     attacker = Attacker(chosen)
@@ -177,10 +180,10 @@ VALUES |= {"tiny": 1e-30}
 # `sabotage` has Poisson sampling and the loss scale with huge values.
 PAIRS = """
     allocation-NaN correlated-huge exact-huge bounded-NaN dynamic-nothing dynamic-tiny
-    automatic-NaN adaptive-huge groups-nothing inverse-infinite
+    automatic-NaN adaptive-huge groups-nothing inverse-infinite metrics-huge
 """
-FAST_PAIRS = "bounded-nothing float32-NaN metrics-huge"
-FAST_FAULTS = {"clip norm doubled", "shuffling", "statistics of the batch"}
+FAST_PAIRS = "float32-NaN metrics-nothing"
+FAST_FAULTS = {"clip norm doubled", "shuffling"}
 
 
 @pytest.mark.parametrize(
@@ -210,27 +213,36 @@ def test_a_run_in_float64_reveals_nothing_more(value):
     assert found.largest_change > 0
 
 
-def test_all_that_a_run_shows_is_compared(capsys):
+def test_all_that_a_run_shows_is_compared(capsys, tmp_path):
     seen = []
 
     def keep(outputs):
         seen.append(float(jnp.sum(outputs.values)))
         print(seen[-1])
+        (tmp_path / "sub").mkdir(exist_ok=True)
+        with (tmp_path / "sub" / "log").open("a") as file:
+            file.write(str(seen[-1]))
 
     def returns(state):
         return {"public": seen[-1]}
 
-    found = replay(1e3, sensitive_callback=keep, callback=returns)
+    found = replay(1e3, sensitive_callback=keep, callback=returns, files=tmp_path)
     assert not found.passed
-    assert found.differs == ("the return value of the callback", "the text it prints")
+    texts = ("the return value of the callback", "a file", "the text it prints")
+    assert {*found.differs} == {*texts}
     assert "- the text it prints" in str(found)
     assert capsys.readouterr().out == ""
+    assert not [*tmp_path.iterdir()]
 
     def fails(outputs):
         if float(jnp.max(outputs.grad_norms)) > 1e3:
             raise RuntimeError("a large gradient")
 
     assert "the error" in replay(1e3, sensitive_callback=fails).differs
+    (tmp_path / "mine").touch()
+    with pytest.raises(ValueError, match="must be an empty directory"):
+        replay(1e3, files=tmp_path)
+    assert (tmp_path / "mine").exists()
 
 
 def test_an_optimizer_that_reads_the_host_is_found():
@@ -249,24 +261,22 @@ def test_an_optimizer_that_reads_the_host_is_found():
     assert found.differs == ("the sum of a step without the example", "the state")
 
 
-def _with_callback(data):
-    return make_trainer(), data, lambda state: {"loss": loss(state.params, data)}
-
-
-def _with_statistics(data):
-    return make_trainer(), {**data, "x": data["x"] - data["x"].mean(0)}, None
-
-
-def _with_a_clip_norm(data):
-    return make_trainer(l2_clip_norm=float(data["x"].max())), data, None
-
-
-def _that_prints(data):
-    print(data["x"].mean())
+def _that_writes(data, folder):
+    (folder / "sizes").write_text(str(len(data["x"])))
     return make_trainer(), data, None
 
 
-def _that_fails(data):
+def _that_leaks(data, folder):
+    print(data["x"].mean())
+    centred = {**data, "x": data["x"] - data["x"].mean(0)}
+    return make_trainer(), centred, lambda state: {"largest": data["x"].max()}
+
+
+def _with_a_clip_norm(data, folder):
+    return make_trainer(l2_clip_norm=float(data["x"].max())), data, None
+
+
+def _that_fails(data, folder):
     if data["x"].max() < 5:
         raise RuntimeError("no large example")
     return make_trainer(), data, None
@@ -275,43 +285,28 @@ def _that_fails(data):
 @pytest.mark.parametrize(
     ("prepare", "found"),
     [
-        (lambda data: (make_trainer(), data, None), ()),
-        (_with_callback, ("the return value of the callback",)),
-        (_with_statistics, ("the sum of a step without the example",)),
+        (_that_writes, ()),
+        (
+            _that_leaks,
+            (
+                "the sum of a step without the example",
+                "the return value of the callback",
+                "the text it prints",
+            ),
+        ),
         (_with_a_clip_norm, ("the mechanism",)),
-        (_that_prints, ("the text it prints",)),
         (_that_fails, ("the error",)),
     ],
 )
-def test_what_a_run_prepares_from_its_data_is_compared(prepare, found):
-    seen = replay(9.0, prepare=prepare)
+def test_what_a_run_prepares_from_its_data_is_compared(prepare, found, tmp_path):
+    prepare = functools.partial(prepare, folder=tmp_path)
+    seen = replay(9.0, prepare=prepare, files=tmp_path)
     assert set(found) <= set(seen.differs)
     assert seen.passed == (not found)
     assert "under audit" not in str(seen)
 
 
-def test_files_of_callbacks_are_compared(tmp_path):
-    def keep(outputs):
-        (tmp_path / "sub").mkdir(exist_ok=True)
-        with (tmp_path / "sub" / "log").open("a") as file:
-            file.write(str(float(jnp.sum(outputs.values))))
-
-    found = replay(1e3, sensitive_callback=keep, files=tmp_path)
-    assert found.differs == ("a file",)
-    assert not [*tmp_path.iterdir()]
-    (tmp_path / "mine").touch()
-    with pytest.raises(ValueError, match="must be an empty directory"):
-        replay(1e3, files=tmp_path)
-    assert (tmp_path / "mine").exists()
-
-
-def test_a_preparation_may_write_or_share(tmp_path):
-    def writes(data):
-        (tmp_path / "sizes").write_text(str(len(data["x"])))
-        return make_trainer(), data, None
-
-    assert replay(2.0, prepare=writes, files=tmp_path).passed
-
+def test_a_preparation_may_share_and_must_not_always_fail():
     def never(data):
         raise RuntimeError(str(data["x"].max()))
 
@@ -338,10 +333,10 @@ def test_batches_pass(fields):
     sizes = {"num_examples": 4096, "expected_batch_size": 512, "iterations": 12}
     found = audit.batches(
         dpmp.DPSGD(l2_clip_norm=1.0, noise_multiplier=1.0, **sizes | fields),
-        num_batches=100,
+        num_batches=48,
     )
     assert found.passed
-    assert str(found) == "108 batches are drawn as accounted for."
+    assert str(found) == "48 batches are drawn as accounted for."
 
 
 @pytest.mark.parametrize(
@@ -361,6 +356,8 @@ def test_faults_are_caught(name, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_audits_every_way(monkeypatch, capsys):
+    batches = functools.partial(audit.batches, num_batches=64)  # instead of 2000
+    monkeypatch.setattr("dpmp.tools.audit._command.batches", batches)
     monkeypatch.setattr("dpmp.tools.audit._command._NUM_EXAMPLES", 2**12)
     monkeypatch.setattr("dpmp.tools.audit._command._BATCH_SIZE", 2**8)
     assert __main__.main(["audit", "--epsilon", "8", "--canaries", "4096"]) == 0
@@ -377,9 +374,10 @@ GRAD_FN = dpmp.clipped_grad(loss, l2_clip_norm=0.1, arithmetic="exact")
 ROWS = {name: x[:8] for name, x in data(1e3).items()}  # one example is huge
 
 
-def _sum(batch, mask, grad_fn=GRAD_FN):
+@jax.jit
+def _sum(batch, mask):
     params = {"w": jnp.ones(40), "b": jnp.zeros(())}
-    return grad_fn(params, batch, is_padding_example=mask)
+    return GRAD_FN(params, batch, is_padding_example=mask)
 
 
 def _centred_without_padding(batch, mask):
@@ -405,16 +403,11 @@ def _per_drawn(batch, mask):
     return _multiplied(batch, mask, 4 / max((~mask).sum(), 1))
 
 
-def _in_float32(batch, mask):
-    return _sum(batch, mask, dpmp.clipped_grad(loss, l2_clip_norm=0.1))
-
-
 @pytest.mark.filterwarnings("ignore:Mean of empty", "ignore:invalid value")
 @pytest.mark.parametrize(
     ("sum_of_batch", "is_large", "reads_padding"),
     [
         (_sum, False, False),
-        (_in_float32, False, False),
         (lambda batch, mask: _multiplied(batch, mask, 0.1), False, False),
         (lambda batch, mask: _sum(batch, ~mask), False, True),
         (lambda batch, mask: _sum(batch, np.zeros(8, bool)), True, True),

@@ -48,12 +48,17 @@ def _verdict(loss, policy="mixed_bfloat16", x=_X, params=_PARAMS, **options):
     return verdict
 
 
+@functools.cache
+def _plain_verdict():
+    return _verdict(_plain)
+
+
 def _with(**fields):
     return dataclasses.replace(_MECHANISM, **fields)
 
 
 def test_a_gradient_that_hardly_changes_is_safe():
-    verdict = _verdict(_plain)
+    verdict = _plain_verdict()
     assert verdict.is_safe
     assert verdict.float32_paths == ()
     assert abs(verdict.kept - 1) < 0.03
@@ -119,7 +124,7 @@ def test_with_enough_noise_an_error_does_not_matter():
 
 
 def test_the_numbers_do_not_depend_on_the_size_of_the_batch():
-    some, more = _verdict(_plain), _verdict(_plain, x=np.concatenate([_X, _X]))
+    some, more = _plain_verdict(), _verdict(_plain, x=np.concatenate([_X, _X]))
     for name in ("kept", "aside", "error"):
         assert getattr(some, name) == pytest.approx(getattr(more, name), rel=1e-3)
 
