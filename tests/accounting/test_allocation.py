@@ -37,7 +37,6 @@ def epsilon_of(noise, steps, epochs, delta, relation=Relation.REPLACE_SPECIAL):
         (0.6, 48, 1, 1e-5, 4.137156, 4.159960),
         (0.7, 100, 5, 1e-6, 3.977871, 4.052785),
         (1.2, 10, 3, 1e-5, 2.356791, 2.433195),
-        (2.0, 1000, 1, 1e-6, 0.0582316, 0.0605478),
     ],
 )
 def test_epsilon_is_between_the_bounds_of_others(
@@ -56,7 +55,7 @@ def test_an_epoch_of_one_step_is_a_gaussian_mechanism():
 
 @pytest.mark.parametrize(
     ("noise", "steps", "epochs", "delta", "share"),
-    [(2.0, 1000, 2, 1e-5, 0.97), (0.6, 20_000, 1, 1e-10, 0.5)],
+    [(2.0, 1000, 2, 1e-5, 0.97), (0.6, 4000, 1, 1e-10, 0.5)],
 )
 def test_many_steps_cost_little_less_than_with_poisson_sampling(
     noise, steps, epochs, delta, share

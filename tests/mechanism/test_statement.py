@@ -154,6 +154,6 @@ def test_a_number_of_examples_that_is_protected_is_not_quoted(given):
 @pytest.mark.parametrize(("limit", "is_shown"), [(100, True), (200, False)])
 def test_a_limit_by_which_epsilon_shows_a_protected_number_is_said(limit, is_shown):
     relation = RELATIONS.ADD_OR_REMOVE_ONE
-    given = {"sampling_prob": 0.05, "truncated_batch_size": limit}
+    given = {"sampling_prob": 0.05, "truncated_batch_size": limit, "iterations": 10}
     statement = statement_of(make_mechanism(neighboring_relation=relation, **given))
     assert ("depend on that number" in statement) == is_shown

@@ -1,6 +1,7 @@
 """The command `plan`: which method it chooses, and whether its figures are true."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -147,6 +148,7 @@ def test_a_llama_of_8b_on_24_gb_needs_a_base_of_4_bits_or_checkpoints(config, ca
 @pytest.mark.usefixtures("_compiled_before")
 def test_the_noise_is_that_of_the_mechanism(monkeypatch, capsys):
     monkeypatch.setattr(_plans, "_NUM_SIZES", 2)
+    monkeypatch.setattr(DPSGD, "calibrate", functools.cache(DPSGD.calibrate))
     options = "--parameters", "1e9", "--memory", 24, "--steps", 50
     text, figures = plan(capsys, *options, "--neighbors", "REPLACE_ONE")
     start = figures["start"]
@@ -216,7 +218,8 @@ def test_a_decoder_has_the_size_that_is_asked_for():
         assert 0 <= size - decoder.num_parameters < decoder.width
         assert decoder.heads * decoder.head_width == decoder.width
     decoder = Decoder.from_config(LLAMA)
-    adapters = new_adapters(decoder, zeros(decoder.shapes(jnp.float32)), rank=3)
+    make = functools.partial(new_adapters, decoder, rank=3)
+    adapters = jax.eval_shape(make, decoder.shapes(jnp.float32))
     sizes = [x.size for x in jax.tree.leaves(adapters)]
     assert sum(sizes) == decoder.num_adapted(3)
 
