@@ -19,8 +19,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 # They compile for seconds, so that only the slow tests run them.
-LONG = {"audit", "data", "from_opacus", "less_noise", "long_runs", "lora"}
-LONG |= {"many_devices", "recipes"}
+LONG = {"audit", "data", "from_jax_privacy", "from_opacus", "less_noise", "long_runs"}
+LONG |= {"lora", "many_devices", "precision", "recipes"}
+SEARCHES = {"less_noise"}  # in so many ways that it takes half a minute
 
 
 def blocks(page):
@@ -46,7 +47,9 @@ def search_with_noise(search, **target):
     [
         *(pytest.param(x, False, id=x.stem) for x in WITH_CODE if x.stem not in LONG),
         *(
-            pytest.param(x, True, id=f"{x.stem}-slow", marks=pytest.mark.slow)
+            pytest.param(
+                x, x.stem not in SEARCHES, id=f"{x.stem}-slow", marks=pytest.mark.slow
+            )
             for x in WITH_CODE
         ),
     ],

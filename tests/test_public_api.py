@@ -31,11 +31,17 @@ NODES = {name: [*ast.walk(ast.parse(text))] for name, text in SOURCES.items()}
 # These search for noise, or run programs, for a second and more.
 LONG_DOCTESTS = {
     "dpmp.accounting._calibration",
+    "dpmp.clipping._adaptive",
+    "dpmp.loss_scaling",
     "dpmp.mechanism._dpsgd",
     "dpmp.planning",
+    "dpmp.planning._best_of_runs",
+    "dpmp.planning._compiled_memory",
     "dpmp.planning._tune",
+    "dpmp.precision._eight_bits",
     "dpmp.tools.audit._canaries",
     "dpmp.tools.devices",
+    "dpmp.tools.precision_report._verdict",
 }
 
 
