@@ -61,6 +61,11 @@ def _compiled_before(monkeypatch):
     monkeypatch.setattr(_methods, "activation_bytes", found)
 
 
+@pytest.fixture(autouse=True)
+def _few_strategies(monkeypatch):
+    monkeypatch.setattr(_plans, "_BANDS", (2,))  # each takes a search
+
+
 @pytest.fixture
 def _without_search(monkeypatch):
     def with_noise(mechanism, *, epsilon, delta):

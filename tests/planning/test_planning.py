@@ -10,6 +10,7 @@ from dpmp import DPSGD, strategies
 from dpmp.__main__ import main
 from dpmp.planning import (
     Plan,
+    _plans,
     compare_batch_sizes,
     compare_noise,
     plan_command,
@@ -81,6 +82,7 @@ def test_one_row_of_the_table_is_marked(capsys, monkeypatch):
         return dataclasses.replace(mechanism, noise_multiplier=1.0, delta=delta)
 
     monkeypatch.setattr(DPSGD, "calibrate", with_noise)
+    monkeypatch.setattr(_plans, "_BANDS", (2,))
     args = ["--num-examples", "64", "--processed", "640", "--epsilon", "8"]
     rows = json.loads(run(capsys, "plan", *args, "--delta", "1e-3", "--json"))["plans"]
     assert [row["batch_size"] for row in rows] == [16, 32]
