@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 # They compile for seconds, so that only the slow tests run them.
 LONG = {"audit", "data", "from_jax_privacy", "from_opacus", "less_noise", "long_runs"}
-LONG |= {"lora", "many_devices", "precision", "recipes"}
+LONG |= {"lora", "many_devices", "precision", "recipes", "tunix"}
 SEARCHES = {"less_noise"}  # in so many ways that it takes half a minute
 
 
