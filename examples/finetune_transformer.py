@@ -176,10 +176,8 @@ def write_text(graphdef: Any, params: Any, seed: int) -> str:
 # --------------------------------------------------------------------- training
 
 
-def pretrain(
-    graphdef: Any, params: Any, policy: dpmp.Policy, args: argparse.Namespace
-) -> Any:
-    """Ordinary training on the public text."""
+def pretrain(graphdef: Any, params: Any, args: argparse.Namespace) -> Any:
+    """Ordinary training on the public text, in float32: CPUs are faster in it."""
     steps = args.pretraining_steps
     if steps == 0:
         return params
@@ -191,14 +189,12 @@ def pretrain(
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, tokens):
-        def loss(compute_params):
-            nats, counts = losses(graphdef, compute_params, tokens)
+        def loss(params):
+            nats, counts = losses(graphdef, params, tokens)
             return jnp.sum(nats) / jnp.sum(counts)
 
-        value, grads = jax.value_and_grad(loss)(policy.cast_to_compute(params))
-        updates, opt_state = optimizer.update(
-            policy.cast_to_param(grads), opt_state, params
-        )
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
     opt_state, rng = optimizer.init(params), np.random.default_rng(args.seed)
@@ -333,7 +329,7 @@ def main() -> None:
     print(finetuning.statement(args, mechanism, len(held_out)))
 
     print("Pre-training on public text", flush=True)
-    params = pretrain(graphdef, params, policy, args)
+    params = pretrain(graphdef, params, args)
     models = {"before": params}
     runs = {"after": mechanism}
     if args.compare:

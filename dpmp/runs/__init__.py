@@ -8,11 +8,11 @@ it may be seen. The ledger is an append-only file of everything that was paid fo
 from dpmp.runs._arrays import types_of
 from dpmp.runs._directory import (
     RunDirectory,
-    checked_path,
     has_files_of,
     ledger_of,
     opened,
 )
+from dpmp.runs._files import checked_path
 from dpmp.runs._ledger import Ledger
 from dpmp.runs._metrics import MetricsFile
 from dpmp.runs._metrics import read as read_metrics

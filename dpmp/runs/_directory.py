@@ -20,8 +20,6 @@ import json
 import os
 import pathlib
 import shutil
-import stat
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,11 +30,17 @@ from dpmp._processes import are_equal, on_first, random_id
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.runs import _arrays, _files, _ledger
-from dpmp.runs._files import digest_of_tree, files_required, read_if_any, sync
+from dpmp.runs._files import (
+    CHECKPOINTS,
+    checked_path,
+    digest_of_tree,
+    files_required,
+    read_if_any,
+    sync,
+)
 from dpmp.runs._ledger import Ledger, Record
 from dpmp.runs._spent import Segment, Spent
 
-_CHECKPOINTS = "checkpoints"
 _FACTS = "facts.json"
 _RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes
 _NO_FILE = FileNotFoundError, IsADirectoryError, NotADirectoryError
@@ -47,7 +51,7 @@ class RunDirectory:
 
     def __init__(self, path: pathlib.Path, delta: float | None):
         self.path, self._delta, self._ledger = path, delta, Ledger(path)
-        self._folder, self._pending = path / _CHECKPOINTS, path / "pending"
+        self._folder, self._pending = path / CHECKPOINTS, path / "pending"
 
     @property
     def spent(self) -> Spent:
@@ -244,7 +248,7 @@ def ledger_of(directory: pathlib.Path) -> Ledger:
     # They are read before the ledger, to which a run may add just now.
     found = [
         (x, read_if_any(x / _ledger.NAME), _nonce_of(x))
-        for x in sorted((directory / _CHECKPOINTS).glob("*"))
+        for x in sorted((directory / CHECKPOINTS).glob("*"))
     ]
     ledger = Ledger(directory)
     whole, releases = ledger.copy(), ledger.releases
@@ -256,7 +260,7 @@ def ledger_of(directory: pathlib.Path) -> Ledger:
 
 def has_files_of(directory: pathlib.Path, record: Record) -> bool | None:
     """Whether a checkpoint has the files that were released; None if it is gone."""
-    checkpoint = directory / _CHECKPOINTS / str(record.segment.stop)
+    checkpoint = directory / CHECKPOINTS / str(record.segment.stop)
     return digest_of_tree(checkpoint) == record.digest if checkpoint.is_dir() else None
 
 
@@ -291,7 +295,7 @@ def opened(
         yield None
         return
     path = checked_path(directory)
-    of_run = path.name == _CHECKPOINTS and (path.parent / _ledger.NAME).exists()
+    of_run = path.name == CHECKPOINTS and (path.parent / _ledger.NAME).exists()
     if of_run or (path / _FACTS).exists():
         _validate.fail(
             "checkpoint_dir must be the directory of a run, not a folder in it: the "
@@ -310,46 +314,3 @@ def opened(
             )
         on_first(lambda: RunDirectory(path, delta).recover())
         yield RunDirectory(path, delta)
-
-
-def checked_path(directory: Any) -> pathlib.Path:
-    """The absolute path of a directory that exists or can be made."""
-    is_path = isinstance(directory, str | os.PathLike)
-    text = os.fsdecode(directory) if is_path else ""
-    if (
-        text == ""
-        or text.encode(errors="ignore").decode() != text
-        or "\0" in text
-        or "://" in text
-    ):
-        _validate.fail(
-            "checkpoint_dir must be the path of a directory on a local or mounted "
-            'file system, which can lock files. Use "runs/1", for example. Copy '
-            "finished checkpoints to a bucket.",
-            checkpoint_dir=text if is_path else type(directory).__name__,
-        )
-    folder = tempfile.gettempdir()
-    if set(folder) & set("*?[]\\"):
-        _validate.fail(
-            "the folder of temporary files must have a name without * ? [ ] and "
-            "backslashes, for the links that checkpoints need. Set TMPDIR to another "
-            "one.",
-            folder=folder,
-        )
-    path = pathlib.Path(os.path.expanduser(text))
-    path = path.absolute()  # a program may change its directory
-    try:
-        is_directory = stat.S_ISDIR(path.stat().st_mode)
-        reason = None if is_directory else "a file of this name"
-        if (path / _CHECKPOINTS).is_file():
-            reason = f"a file in it has the name {_CHECKPOINTS}"
-    except OSError as error:
-        reason = None if isinstance(error, FileNotFoundError) else error.strerror
-    if reason is not None:
-        _validate.fail(
-            "checkpoint_dir must be a directory, or a name for a new one. Use another "
-            "one.",
-            checkpoint_dir=text[:200],
-            reason=reason,
-        )
-    return path

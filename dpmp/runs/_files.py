@@ -1,4 +1,7 @@
-"""Files for their owner alone that survive a power failure, and the lock of a run."""
+"""The path of a run, its lock, and files that survive a power failure.
+
+Files are for their owner alone.
+"""
 
 import contextlib
 import errno
@@ -7,8 +10,9 @@ import os
 import pathlib
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dpmp import _validate
 
@@ -16,6 +20,51 @@ try:
     import fcntl
 except ImportError:  # on Windows
     fcntl = None
+
+CHECKPOINTS = "checkpoints"  # the folder of a run that has them
+
+
+def checked_path(directory: Any) -> pathlib.Path:
+    """The absolute path of a directory that exists or can be made."""
+    is_path = isinstance(directory, str | os.PathLike)
+    text = os.fsdecode(directory) if is_path else ""
+    if (
+        text == ""
+        or text.encode(errors="ignore").decode() != text
+        or "\0" in text
+        or "://" in text
+    ):
+        _validate.fail(
+            "checkpoint_dir must be the path of a directory on a local or mounted "
+            'file system, which can lock files. Use "runs/1", for example. Copy '
+            "finished checkpoints to a bucket.",
+            checkpoint_dir=text if is_path else type(directory).__name__,
+        )
+    folder = tempfile.gettempdir()
+    if set(folder) & set("*?[]\\"):
+        _validate.fail(
+            "the folder of temporary files must have a name without * ? [ ] and "
+            "backslashes, for the links that checkpoints need. Set TMPDIR to another "
+            "one.",
+            folder=folder,
+        )
+    path = pathlib.Path(os.path.expanduser(text))
+    path = path.absolute()  # a program may change its directory
+    try:
+        is_directory = stat.S_ISDIR(path.stat().st_mode)
+        reason = None if is_directory else "a file of this name"
+        if (path / CHECKPOINTS).is_file():
+            reason = f"a file in it has the name {CHECKPOINTS}"
+    except OSError as error:
+        reason = None if isinstance(error, FileNotFoundError) else error.strerror
+    if reason is not None:
+        _validate.fail(
+            "checkpoint_dir must be a directory, or a name for a new one. Use another "
+            "one.",
+            checkpoint_dir=text[:200],
+            reason=reason,
+        )
+    return path
 
 
 @contextlib.contextmanager

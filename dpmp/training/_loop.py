@@ -34,7 +34,7 @@ from dpmp.training._first_line import first_line
 from dpmp.training._report import TIMES, Report, finite
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
-from dpmp.training._stops import Signals, add_note, clear_frames
+from dpmp.training._stops import Signals, add_note, clear_frames, warn_of_exit
 from dpmp.training._tickets import Batch, Root, draw_batch, draw_tickets
 
 _LARGER = (
@@ -96,7 +96,6 @@ class Loop:
                 "evaluate on the way, pass a callback to one call of fit. "
                 f"{_LARGER}"
             )
-        # A directory may have a later state.
         self._stop = max(account.start, min(options.stop, account.end))
         self._every = 1 if directory is None else options.every
         self._account, self._state = account, state._replace(spent=None)
@@ -194,7 +193,7 @@ class Loop:
             # The others may be at another step. So the complete steps are withheld,
             # which costs nothing, as if the process had been killed.
             add_note(error, _RUN_AGAIN)
-            _warn_of_exit(error)
+            warn_of_exit(error)
             return None
         if is_signal and step is not None:
             self._started = step
@@ -217,7 +216,7 @@ class Loop:
             return None
         if step > 0:  # there are steps that could be lost
             add_note(error, self._describe_stop(step))
-        _warn_of_exit(error)
+        warn_of_exit(error)
         return self.state
 
     def settle(self, last_state: TrainingState | None) -> None:
@@ -343,19 +342,9 @@ class Loop:
             self._report.show(self._started, self._state.step, metrics, public)
 
 
-def _warn_of_exit(error: BaseException) -> None:
-    """Shows the notes of an exit, of which Python would show nothing."""
-    if isinstance(error, SystemExit):
-        notes = [x.removeprefix("dpmp: ") for x in getattr(error, "__notes__", [])]
-        with contextlib.suppress(Warning):  # where warnings are errors
-            warn(" ".join(notes or ["the run ended in its first step."]))
-
-
 def _step_of(state: TrainingState) -> int | None:
     """The number of steps, or None if a step has used up the state, or has failed."""
-    try:
+    with contextlib.suppress(Exception):
         if not is_used_up(state):
             return int(jax.block_until_ready(state).step)
-    except Exception:
-        return None
     return None

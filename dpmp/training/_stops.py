@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from dpmp._warnings import warn
+
 
 class Signals:
     """A context in which Ctrl-C, and SIGTERM if wanted, stop a run in order.
@@ -118,3 +120,11 @@ def add_note(error: BaseException, text: str) -> None:
     """Adds a note, unless the error refuses."""
     with contextlib.suppress(Exception):
         error.add_note(f"dpmp: {text}")
+
+
+def warn_of_exit(error: BaseException) -> None:
+    """Shows the notes of an exit, of which Python would show nothing."""
+    if isinstance(error, SystemExit):
+        notes = [x.removeprefix("dpmp: ") for x in getattr(error, "__notes__", [])]
+        with contextlib.suppress(Warning):  # where warnings are errors
+            warn(" ".join(notes or ["the run ended in its first step."]))
