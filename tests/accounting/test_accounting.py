@@ -140,7 +140,11 @@ def test_agrees_with_dp_accounting_on_a_fine_grid():
 
 @pytest.mark.parametrize(
     ("sampling_prob", "noise_multiplier", "relation"),
-    [(0.05, 2.0, ADD_OR_REMOVE), (0.05, 0.7, REPLACE)],
+    [
+        (0.05, 2.0, ADD_OR_REMOVE),
+        (0.05, 0.7, REPLACE),
+        pytest.param(5e-3, 0.7, ADD_OR_REMOVE, marks=pytest.mark.slow),
+    ],
 )
 def test_grid_is_fine_enough(sampling_prob, noise_multiplier, relation):
     event = run(noise_multiplier, 500, sampling_prob)
@@ -378,7 +382,12 @@ def test_inverse_of_the_exact_gaussian(epsilon, delta):
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "iterations", "sampling_prob"), [(0.001, 1000, 0.05), (1000.0, 1, 0.5)]
+    ("epsilon", "iterations", "sampling_prob"),
+    [
+        (0.001, 1000, 0.05),
+        (1000.0, 1, 0.5),
+        pytest.param(0.001, 10**5, 3e-3, marks=pytest.mark.slow),
+    ],
 )
 def test_extreme_targets(epsilon, iterations, sampling_prob):
     found, make_event = calibrated(

@@ -55,7 +55,11 @@ def test_an_epoch_of_one_step_is_a_gaussian_mechanism():
 
 @pytest.mark.parametrize(
     ("noise", "steps", "epochs", "delta", "share"),
-    [(2.0, 1000, 2, 1e-5, 0.97), (0.6, 1000, 1, 1e-10, 0.97)],
+    [
+        (2.0, 1000, 2, 1e-5, 0.97),
+        (0.6, 1000, 1, 1e-10, 0.97),
+        pytest.param(0.6, 20_000, 1, 1e-10, 0.5, marks=pytest.mark.slow),
+    ],
 )
 def test_many_steps_cost_little_less_than_with_poisson_sampling(
     noise, steps, epochs, delta, share

@@ -278,23 +278,12 @@ def test_a_file_in_no_directory_is_refused_before_anything_is_measured(capsys):
     assert "there is no directory" in capsys.readouterr().err
 
 
-# With fewer leaves, whose norms take long to compile, and fewer noisy sums.
-SMALLER = """
-import sys
-from dpmp import __main__
-from dpmp.tools.selfcheck import command
-sizes = command.Sizes(num_leaves=16, num_training=2**20, num_test=2**18)
-command.Sizes = lambda: sizes
-sys.exit(__main__.main())
-"""
-
-
 @pytest.mark.slow
 def test_the_claims_of_dpmp_hold(tmp_path):
     path = tmp_path / "results.json"
     command = ["selfcheck", "--include-unsafe", "--json", str(path)]
     done = subprocess.run(
-        [sys.executable, "-c", SMALLER, *command],
+        [sys.executable, "-m", "dpmp", *command],
         capture_output=True,
         text=True,
         env=environment(xla_flags=""),  # the programs of users
