@@ -5,6 +5,8 @@ import pytest
 
 from dpmp.numerics import _stored, reduction
 
+# A loop adds up their columns together, and leaves four.
+MANY = [511] * 128 + [132]
 _BATCH_SIZES = [1, 7, 8, 9, 64, 100, 1024]
 
 
@@ -75,7 +77,7 @@ def _weighted(rows, start, *operands):
     return jax.lax.dynamic_slice_in_dim(weights, start, rows.shape[1]) * rows
 
 
-@pytest.mark.parametrize("sizes", [[0, 3], [7, 513], [70_001], [600] * 9])
+@pytest.mark.parametrize("sizes", [[0, 3], [7, 513], [70_001], [600] * 9, MANY])
 def test_every_entry_is_added_once(sizes):
     rng = np.random.default_rng(len(sizes))
     arrays = [rng.integers(-9, 9, (2, n)).astype(np.float32) for n in sizes]
@@ -91,7 +93,7 @@ def test_every_entry_is_added_once(sizes):
     np.testing.assert_array_equal(total(), expected)
 
 
-@pytest.mark.parametrize("sizes", [[33], [513, 7], [70_001], [2**17]])
+@pytest.mark.parametrize("sizes", [[33], [513, 7], [70_001], [2**17], MANY])
 def test_no_path_of_entries_has_more_additions_than_are_counted(sizes):
     def add(a, b):
         """Of numbers of additions, plus one; 0 is an empty sum."""
