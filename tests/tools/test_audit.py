@@ -66,7 +66,14 @@ def test_canaries_find_most_of_epsilon_and_not_more(way, fields):
 
 
 # `test_canaries_find_most_of_epsilon_and_not_more` attacks Poisson sampling.
-@pytest.mark.parametrize("way", [x for x in WAYS if x != "poisson"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(x, marks=() if x == "inverse" else pytest.mark.slow)
+        for x in WAYS
+        if x != "poisson"
+    ],
+)
 def test_an_attacker_on_an_ideal_run_finds_what_one_on_dpmp_finds(way):
     chosen = mechanism(**WAYS[way])
     attacker = Attacker(chosen)
@@ -181,7 +188,7 @@ PAIRS = """
     automatic-NaN adaptive-huge groups-nothing inverse-infinite metrics-huge
 """
 FAST_PAIRS = "float32-NaN metrics-nothing"
-FAST_FAULTS = {"clip norm doubled", "shuffling"}
+FAST_FAULTS = {"clip norm doubled"}
 
 
 @pytest.mark.parametrize(
@@ -321,9 +328,14 @@ def test_a_preparation_may_share_and_must_not_always_fail():
 @pytest.mark.parametrize(
     "fields",
     [
-        *WAYS.values(),
-        {"num_examples": 512},  # all in every batch
-        {"num_examples": 4095},
+        WAYS["inverse"],
+        *(
+            pytest.param(fields, marks=pytest.mark.slow)
+            for way, fields in WAYS.items()
+            if way != "inverse"
+        ),
+        pytest.param({"num_examples": 512}, marks=pytest.mark.slow),  # all in each
+        pytest.param({"num_examples": 4095}, marks=pytest.mark.slow),
         {"num_examples": 64, "sampling_prob": 1 / 256},  # most batches are empty
     ],
 )
