@@ -14,7 +14,7 @@ import reference
 from programs import equations
 
 from dpmp.clipping import _clip_norms, clipped_fun
-from dpmp.numerics import ExactSums, _exact
+from dpmp.numerics import ExactSums, _exact, reduction
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
 from dpmp.numerics._stored import StoredArray
 
@@ -135,6 +135,25 @@ def test_the_check_is_exact(size):
         expected = [square <= max_norm**2 for square in squares]
         assert expected[:5] == [True, False, True, False, False]
         assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("size", [700, 70_000])
+def test_the_check_sees_the_integers_that_are_added(size):
+    """Their thresholds depend on positions, also where the check cuts rows in parts."""
+    rng = np.random.default_rng(0)
+    rows = rng.uniform(-9, 9, (3, size)).astype(np.float32)
+    coefs = np.float32([0.7, 1.0, 1.3])
+
+    @jax.jit
+    def both(rows, coefs, zero):
+        stack = [StoredArray(rows, jnp.dtype(jnp.float32), (size,))]
+        squares = _exact._SQUARES_IN_32_BITS
+        total, _ = reduction.sum_entries(stack, squares, squares.add, coefs)
+        contribution = functools.partial(ExactSums().contribution, zero=zero)
+        return total, jax.vmap(contribution)(rows, coefs)
+
+    checked, added = both(rows, coefs, np.uint32(0))
+    assert checked.tolist() == np.sum(np.int64(added) ** 2, axis=1).tolist()
 
 
 def _rows_near(max_norm, size):
