@@ -96,6 +96,7 @@ class Loop:
                 "evaluate on the way, pass a callback to one call of fit. "
                 f"{_LARGER}"
             )
+        # A directory may have a later state.
         self._stop = max(account.start, min(options.stop, account.end))
         self._every = 1 if directory is None else options.every
         self._account, self._state = account, state._replace(spent=None)

@@ -531,7 +531,7 @@ def test_what_does_not_fit_is_refused(message, call):
 
 @pytest.mark.parametrize(
     ("method", "arithmetic"),
-    [("per_example", "exact"), ("book_keeping", "unproved_float32")],
+    [("per_example", "exact"), ("book_keeping", "bounded")],
 )
 def test_traced_clip_norms_clip_as_numbers_do(method, arithmetic):
     def clip(l2_clip_norm, x):
