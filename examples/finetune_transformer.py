@@ -17,8 +17,8 @@ parameters, fine-tuned in mixed_bfloat16):
     1.861  after private fine-tuning
     1.788  after the same fine-tuning without privacy
 
-Without --compare, a run took ten minutes on two slow cores, beside other work. Noise and
-batches differ in every run: another one ended at 1.868.
+Without --compare, a run took ten minutes on two slow cores, beside other work. Noise
+and batches differ in every run: another one ended at 1.868.
 
 About one record in sixteen is held out, and the printed losses are measured on these
 records. They are treated as public: the model is not trained on them, but the losses
