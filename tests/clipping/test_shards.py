@@ -496,7 +496,7 @@ def loop_in_a_loop(w, x, stack):
 
 
 def entropy(w, x, stack):
-    logits = jax.nn.relu(x @ stack[0, 0]) @ w
+    logits = jax.nn.relu(x @ stack[0, 0] @ w)  # has a rule, which sees `w`
     labels = jnp.zeros(len(x), jnp.int32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp.programs import bodies, interpreter, transformations
+from dpmp.programs import bodies, frozen, interpreter, transformations
 from dpmp.programs.transformations import hoist_constants
 
 FROZEN = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
@@ -311,3 +311,12 @@ def test_what_is_computed_from_a_packed_table_is_not_repeated_for_ever():
     program = jax.make_jaxpr(jax.grad(hoisted, 1))(constants, x)
     assert len(bodies.equations(program.jaxpr)) < 500
     np.testing.assert_allclose(jax.jit(hoisted)(constants, x), fun(x), rtol=1e-5)
+
+
+def test_a_value_that_is_read_instead_sends_its_gradient_to_the_parameter():
+    def loss(value, param):
+        return jnp.sum(frozen.read_instead(value, param) ** 2)
+
+    of_value, of_param = jax.grad(loss, (0, 1))(jnp.array([2.0, 3.0]), jnp.zeros(2))
+    np.testing.assert_array_equal(of_value, [0, 0])
+    np.testing.assert_array_equal(of_param, [4, 6])
