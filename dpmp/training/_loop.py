@@ -31,9 +31,9 @@ from dpmp.sources import Load, prefetched
 from dpmp.training._account import Account, LastStep, newest, past_of
 from dpmp.training._checks import Options, as_public, is_used_up
 from dpmp.training._first_line import first_line
+from dpmp.training._programs import Programs
 from dpmp.training._report import TIMES, Report, finite
 from dpmp.training._state import SensitiveOutputs, TrainingState
-from dpmp.training._step import Step
 from dpmp.training._stops import Signals, add_note, clear_frames, warn_of_exit
 from dpmp.training._tickets import Batch, Root, draw_batch, draw_tickets
 
@@ -49,7 +49,7 @@ class Loop:
 
     def __init__(
         self,
-        step: Step,
+        programs: Programs,
         state: TrainingState,
         load: Load,
         options: Options,
@@ -62,10 +62,10 @@ class Loop:
 
         `root` is passed to `draw_tickets`. `last_step` has failed steps to pay for.
         """
-        self._step, self._load, self._options, self._root = step, load, options, root
-        self._directory, self._signals = directory, signals
+        self._programs, self._load, self._root = programs, load, root
+        self._directory, self._signals, self._options = directory, signals, options
         self._last_step, self._process = last_step, os.getpid()
-        mechanism = step.mechanism
+        mechanism, scale = programs.step.mechanism, programs.step.dynamic_scale
         # The directory may have a later state, but someone has seen this one.
         given = past_of(mechanism, state)
         # `_saved`: steps of the newest checkpoint, None for another state's.
@@ -113,7 +113,7 @@ class Loop:
             self._stop,
             enabled=options.progress and is_first,
             seconds=self._file.seconds if self._file else 0.0,
-            has_dynamic_scale=step.dynamic_scale is not None,
+            has_dynamic_scale=scale is not None,
             first_line=self._first_line,
         )
 
@@ -251,7 +251,7 @@ class Loop:
 
     def _first_line(self) -> str:
         with self._signals.interruptible():  # it may load two examples
-            return first_line(self._step, self._state, self._load)
+            return first_line(self._programs.step, self._state, self._load)
 
     @contextlib.contextmanager
     def _user_code(self) -> Iterator[None]:
@@ -275,12 +275,12 @@ class Loop:
         self._started += 1
         with self._signals.interruptible():
             batch = next(batches)
-            program, args = self._step.prepare(self._state, batch, self._past)
+            program, args = self._programs.prepare(self._state, batch, self._past)
         callback = self._options.sensitive_callback
         if program.calls_host or callback is not None:
             # Something outside may see values of these steps before their release.
             self._pay(self._end_of_block())
-        self._state, outputs, self._past = self._step.run(program, args)
+        self._state, outputs, self._past = self._programs.run(program, args)
         if callback is not None:
             is_padding = jnp.asarray(batch.is_padding_example)
             with self._user_code():

@@ -1,13 +1,12 @@
 """One step of training: a sum of clipped gradients, noise, and an update.
 
-The sum is sensitive. Only noisy values reach the update, and they are released. The
-step is compiled once for each combination of types and shardings.
+The sum is sensitive. Only noisy values reach the update, and they are released.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,45 +14,26 @@ import numpy as np
 import optax
 
 from dpmp import _meshes, _validate
-from dpmp._arrays import as_device_dtypes, as_mask, is_narrow, without_debugging
-from dpmp._meshes import colocated, placement, places, strongly_typed
+from dpmp._arrays import as_device_dtypes
+from dpmp._meshes import places, strongly_typed
 from dpmp._typing import PyTree
 from dpmp.clipping import AuxiliaryOutput, Shards, specs_of_examples
 from dpmp.loss_scaling import DynamicScale, LossScale, ScaledLoss
 from dpmp.mechanism import DPSGD, Released
 from dpmp.noise_addition import NoiseState, first_past
 from dpmp.precision import Policy
-from dpmp.programs import bodies, frozen, losses, transformations
+from dpmp.programs import frozen, losses, transformations
 from dpmp.strategies import BandedInverse
-from dpmp.training._agreement import check_same_arrays, check_same_program
 from dpmp.training._checks import check_same_types
 from dpmp.training._state import TrainingState
-from dpmp.training._tickets import Batch
 
 # The names of the secret keys that a step takes from its ticket.
-_KEYS = ("noise", "model", "update")
-
-
-class Program(NamedTuple):
-    """The program of a step for the types and the shardings of its arguments."""
-
-    key: tuple[Any, ...]  # types of the state, types of the batch, shardings
-    run: Callable[..., Any]
-    constants: list[jax.Array]  # arrays that the loss uses
-    calls_host: bool  # whether functions on the host see sensitive values
-
-
-class Results(NamedTuple):
-    """What a step computes. Only the state may be released."""
-
-    state: TrainingState
-    outputs: tuple[jax.Array, jax.Array]  # the sensitive losses and norms
-    past: tuple[jax.Array, ...]  # secret: what noise of the next step depends on
+KEYS = ("noise", "model", "update")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Makes and runs the program of a step; `DPTrainer` documents the attributes.
+    """Makes the program of a step; `DPTrainer` documents the attributes.
 
     The program is traced once. So later changes of Python values that the loss or the
     optimizer reads, such as a global learning rate, do not affect a run.
@@ -65,13 +45,6 @@ class Step:
     policy: Policy
     uses_prng_key: bool
     loss_scale: LossScale | DynamicScale | None
-    # The programs that have run without an error, by their keys.
-    _programs: dict[Any, Program] = field(default_factory=dict, init=False)
-    # By the structures of states that were checked: the fields that differ.
-    _structures: dict[Any, list[str]] = field(default_factory=dict, init=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_programs": {}}  # a program cannot be copied
 
     @property
     def dynamic_scale(self) -> DynamicScale | None:
@@ -97,37 +70,6 @@ class Step:
                 clip_norm=self.mechanism.initial_clip_norm,
             )
 
-    def check_structure(self, state: TrainingState) -> None:
-        """Raises ValueError for the state of a trainer of another kind."""
-        structure = jax.tree.structure(state), _dtypes(state.params)
-        if structure not in self._structures:
-            self._structures[structure] = self._differences(state)
-        if self._structures[structure]:
-            _validate.fail(
-                "the state must have the arrays that this trainer's init makes. Use "
-                "the optimizer, policy, loss scale, clip norm and metrics that the "
-                "state was made with.",
-                differs=self._structures[structure],
-            )
-
-    def _differences(self, state: TrainingState) -> list[str]:
-        """The fields of a state whose structure is not that of the first state.
-
-        Of the parameters, the dtypes are compared too.
-        """
-        try:
-            first = jax.eval_shape(self.first_state, state.params)
-        except Exception:  # an optimizer may need numbers
-            return []
-        given, wanted = (
-            {name: jax.tree.structure(x) for name, x in each._asdict().items()}
-            for each in (state._replace(spent=None), first)
-        )
-        found = [name for name in given if given[name] != wanted[name]]
-        if not found and _dtypes(state.params) != _dtypes(first.params):
-            found.append("dtypes of params")
-        return found
-
     def first_past(self, state: TrainingState) -> tuple[jax.Array, ...]:
         """What correlated noise of the first step depends on."""
         strategy, leaves = self.mechanism.strategy, jax.tree.leaves(state.params)
@@ -143,84 +85,6 @@ class Step:
         if isinstance(self.mechanism.strategy, BandedInverse):
             return (places(state.step),)
         return tuple(map(_meshes.place_of_stack, jax.tree.leaves(state.params)))
-
-    def prepare(
-        self,
-        state: TrainingState,
-        batch: Batch,
-        past: tuple[jax.Array, ...] | None = None,
-    ) -> tuple[Program, tuple[Any, ...]]:
-        """Finds the program of a step, and its arguments on their devices.
-
-        `past` is that of the last `run`; None for the first step.
-        """
-        with without_debugging():
-            examples = as_device_dtypes(batch.examples)
-            is_padding = as_mask(is_padding_example=batch.is_padding_example)
-            self._check_size(examples, is_padding)
-            state = colocated(state._replace(spent=None), examples)
-            keys = [jnp.asarray(x) for x in batch.ticket.take(*_KEYS)]
-            keys = colocated(keys, (state, examples))
-            past = self.first_past(state) if past is None else past
-            return self._program(state, keys, examples, is_padding, past)
-
-    def run(self, program: Program, args: tuple[Any, ...]) -> Results:
-        """Runs the step."""
-        with without_debugging():
-            results = program.run(*args, program.constants)
-            self._programs[program.key] = program
-            return Results(*results)
-
-    def _check_size(self, examples: PyTree, is_padding: Any) -> None:
-        size = self.mechanism.padded_batch_size
-        mask = np.empty((), object) if is_padding is None else jax.typeof(is_padding)
-        if mask.ndim != 1 or mask.dtype != jnp.bool_:
-            _validate.fail(
-                "is_padding_example must be a vector of bool. Use True for padding, "
-                "and False for examples. Or pass a batch of load_batch, which has it.",
-                ndim=mask.ndim,
-                dtype=mask.dtype.name,
-            )
-        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves((examples, is_padding))}
-        # The message does not show the given size: the number of examples is sensitive.
-        if sizes != {(size,)}:
-            raise _validate.RefusedError(
-                f"every batch must be padded to {size} examples; got another number. "
-                f"Pad it, and mark the padding in is_padding_example."
-            )
-
-    def _program(
-        self, state: TrainingState, keys: Any, batch: PyTree, is_padding: Any, past: Any
-    ) -> tuple[Program, tuple[Any, ...]]:
-        args = state, keys, batch, is_padding, past
-        shapes = [str(_meshes.shapes(x)) for x in (state, batch)]
-        # The message shows nothing of the batch: its shapes may reveal its content.
-        if any(x[0] == shapes[0] and x[1] != shapes[1] for x in self._programs):
-            raise _validate.RefusedError(
-                "all batches must have the same tree, shapes and dtypes, because "
-                "another compilation would reveal what is in them; got other ones. "
-                "Pad examples to one size (see dpmp.Source), and use another DPTrainer "
-                "for other data."
-            )
-        types = str(jax.tree.map(jax.typeof, (state, batch)))
-        key = (*shapes, types, placement(args))
-        if key in self._programs:
-            return self._programs[key], args
-        step, constants = self.make_program(state, batch)
-        # Otherwise the state would return from the first step on the devices of the
-        # constants, and need another program.
-        placed = colocated(args, constants)
-        if placement(placed) != placement(args):
-            return self._program(*placed)
-        traced = step.trace(*args, constants)
-        calls_host = losses.calls_host(traced.jaxpr.jaxpr)
-        lowered = traced.lower()
-        check_same_program(lowered)
-        check_same_arrays((state, constants, bodies.arrays_in(traced.jaxpr.jaxpr)))
-        compiled = lowered.compile()
-        # The function finds the same program without another compilation.
-        run = step if any(map(is_narrow, constants)) else compiled
-        return Program(key, run, constants, calls_host), args
 
     def make_program(
         self,
@@ -278,7 +142,7 @@ class Step:
 
         def step(state, keys, batch, is_padding, past, constants):
             """Makes one step under tracing; see docs/architecture.md."""
-            keys = dict(zip(_KEYS, keys, strict=True))
+            keys = dict(zip(KEYS, keys, strict=True))
             total, sensitive = self._sum_sensitive(
                 loss, state, keys["model"], batch, is_padding, constants, shards
             )
@@ -315,7 +179,7 @@ class Step:
         program, constants = self.make_program(state, batch)
         shape = (self.mechanism.padded_batch_size,)
         is_padding = jax.ShapeDtypeStruct(shape, jnp.bool_)
-        keys = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * len(_KEYS)
+        keys = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * len(KEYS)
         past = jax.eval_shape(lambda: self.first_past(state))
         return program.lower(state, keys, batch, is_padding, past, constants)
 
@@ -429,10 +293,6 @@ class Step:
             metrics={**released.metrics, "overflowed": overflowed},
             clip_norm=released.clip_norm,
         )
-
-
-def _dtypes(params: PyTree) -> tuple[Any, ...]:
-    return tuple(x.dtype for x in jax.tree.leaves(params))
 
 
 def _model_key(words: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The class `DPTrainer`. `_step` has the program of a step, and `_loop` the run."""
+"""The class `DPTrainer`. `_step` and `_programs` make a step, and `_loop` the run."""
 
 import os
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from dpmp.training import _agreement, _checks
 from dpmp.training._account import Account, LastStep, newest, past_of
 from dpmp.training._checks import Options
 from dpmp.training._loop import Loop
+from dpmp.training._programs import Programs
 from dpmp.training._state import Callback, SensitiveOutputs, TrainingState
 from dpmp.training._step import Step
 from dpmp.training._stops import Signals
@@ -116,7 +117,7 @@ class DPTrainer:
             uses_prng_key=uses_prng_key,
             loss_scale=loss_scale,
         )
-        self._last_step = LastStep()
+        self._programs, self._last_step = Programs(self._step), LastStep()
 
     # Read-only, because the step is compiled with the mechanism that accounts for it.
     mechanism = property(lambda self: self._step.mechanism)
@@ -207,7 +208,7 @@ class DPTrainer:
         """
         _checks.check_makes_steps_alone(self.mechanism)
         _checks.check_state(state, batch)
-        self._step.check_structure(state)
+        self._programs.check_structure(state)
         mechanism, step = self.mechanism, int(state.step)
         _checks.check_not_over(step, mechanism)
         if not isinstance(batch, Batch):
@@ -248,7 +249,7 @@ class DPTrainer:
         self, state: TrainingState, batch: Batch, account: Account
     ) -> TrainingState:
         """Makes a step. If anything ends it, `charging` clears its variables."""
-        new_state = self._step.run(*self._step.prepare(state, batch)).state
+        new_state = self._programs.run(*self._programs.prepare(state, batch)).state
         self._last_step.remember(account, new_state)
         return new_state._replace(spent=account.spent(account.start + 1))
 
@@ -270,7 +271,7 @@ class DPTrainer:
         """
         _checks.check_makes_steps_alone(self.mechanism)
         _checks.check_state(state)
-        self._step.check_structure(state)
+        self._programs.check_structure(state)
         _checks.check_not_over(int(state.step), self.mechanism)
         check_sharding(batch_sharding, self.mechanism)
         check_devices(state.params, batch_sharding)
@@ -377,7 +378,7 @@ class DPTrainer:
         load = loader_of(
             source, mechanism.num_examples, hides_size=mechanism.hides_size
         )
-        self._step.check_structure(state)
+        self._programs.check_structure(state)
         check_devices(state.params, batch_sharding)
         self._compare_processes(state, load, batch_sharding, options.plan)
         _agreement.check_same_arrays(state)
@@ -388,7 +389,7 @@ class DPTrainer:
             Signals(sigterm=directory is not None) as signals,
         ):
             loop = Loop(
-                self._step,
+                self._programs,
                 state,
                 load,
                 options,

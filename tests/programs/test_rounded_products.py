@@ -400,7 +400,7 @@ def test_a_rotating_policy_trains_with_one_program(method):
     state = trainer.fit(state, data, progress=False)
     assert state.step == 7
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.params))
-    assert len(trainer._step._programs) == 1
+    assert len(trainer._programs._compiled) == 1
 
 
 @pytest.mark.filterwarnings("ignore:'VariableState' was removed")  # in qwix

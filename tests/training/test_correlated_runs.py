@@ -213,14 +213,14 @@ def test_every_cycle_that_a_run_begins_is_a_turn():
 def test_nothing_of_the_noise_is_in_a_state_or_on_a_disk(
     trainer, tmp_path, monkeypatch
 ):
-    pasts, run_step = [], type(trainer._step).run
+    pasts, run_step = [], type(trainer._programs).run
 
     def recorded(self, *args):
         results = run_step(self, *args)
         pasts.extend(np.asarray(x) for x in results.past)
         return results
 
-    monkeypatch.setattr(type(trainer._step), "run", recorded)
+    monkeypatch.setattr(type(trainer._programs), "run", recorded)
     state = run(trainer, tmp_path)
     assert len(pasts) == STEPS
     assert pasts[-1].shape == (BANDS - 1, ENTRIES)
@@ -255,7 +255,7 @@ def test_devices_share_a_run(way):
         trainer.init(placed), data, batch_sharding=sharding, progress=False
     )
     np.testing.assert_allclose(alone.params["w"], shared.params["w"], atol=1e-6)
-    assert len(trainer._step._programs) == 2
+    assert len(trainer._programs._compiled) == 2
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from small_runs import (
 from dpmp import accounting, runs
 from dpmp.training import _tickets
 from dpmp.training._account import Account
-from dpmp.training._step import Step
+from dpmp.training._programs import Programs
 
 PLANNED = MECHANISM.guarantee().epsilon
 
@@ -195,14 +195,14 @@ def test_a_record_without_its_checkpoint_is_charged(tmp_path, monkeypatch, undis
 def test_nothing_of_a_lost_step_is_left(tmp_path, monkeypatch, capsys):
     """Its noisy values are in `pending` alone, until the next start."""
     trainer, overflowed = fresh_trainer(), []
-    run = Step.run
+    run = Programs.run
 
     def record(self, *args):
         results = run(self, *args)
         overflowed.append(float(results.state.metrics["overflowed"]))
         return results
 
-    monkeypatch.setattr(Step, "run", record)
+    monkeypatch.setattr(Programs, "run", record)
     shown = []
     killed, _ = killed_before_and_after_the_record(
         monkeypatch,
@@ -289,8 +289,8 @@ def test_an_exception_of_a_sensitive_callback_pays_for_its_block(tmp_path):
 
 
 def failing_step(number, *, runs_first=False):
-    """A `Step.run` that fails at one call, counted from 1."""
-    run, calls = Step.run, []
+    """A `Programs.run` that fails at one call, counted from 1."""
+    run, calls = Programs.run, []
 
     def failing(self, *args):
         calls.append(None)
@@ -308,7 +308,7 @@ def test_an_exception_of_the_program_pays_for_the_step(
     tmp_path, monkeypatch, number, saved
 ):
     trainer = fresh_trainer()
-    monkeypatch.setattr(Step, "run", failing_step(number))
+    monkeypatch.setattr(Programs, "run", failing_step(number))
     stopped(trainer, tmp_path)
     assert checkpoints(tmp_path) == saved
     assert num_paid(tmp_path) == num_of_state(trainer.last_state) == number
@@ -316,7 +316,7 @@ def test_an_exception_of_the_program_pays_for_the_step(
 
 def test_a_state_that_the_step_used_up_is_not_kept(tmp_path, monkeypatch):
     trainer = fresh_trainer()
-    monkeypatch.setattr(Step, "run", failing_step(1, runs_first=True))
+    monkeypatch.setattr(Programs, "run", failing_step(1, runs_first=True))
     assert "the state of the run is lost" in stopped(trainer, tmp_path)
     assert trainer.last_state is None
     assert num_paid(tmp_path) == 1

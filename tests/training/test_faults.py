@@ -47,7 +47,7 @@ from dpmp.sources import check_source
 from dpmp.training import _agreement
 from dpmp.training._account import Account, LastStep
 from dpmp.training._loop import Loop
-from dpmp.training._step import Step
+from dpmp.training._programs import Programs
 from dpmp.training._stops import Signals
 from dpmp.training._tickets import Ticket
 
@@ -513,7 +513,7 @@ def test_a_step_that_is_made_again_has_other_keys_although_they_are_reproducible
                 with pytest.raises(RuntimeError, match="could not be loaded"):
                     trainer.load_batch(state, Source(1, raises(FailureError)))
             with patch.context() as inner:
-                inner.setattr(Step, "prepare", raises(FailureError))
+                inner.setattr(Programs, "prepare", raises(FailureError))
                 with pytest.raises(FailureError):
                     own_steps(trainer, state)
             own_steps(trainer, state)

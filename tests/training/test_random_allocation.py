@@ -171,7 +171,7 @@ def test_a_run_of_a_key_is_reproducible_up_to_its_interruption(tmp_path):
     trainer = new_trainer(
         sampling="random_allocation", iterations=STEPS, prng_key=jax.random.key(3)
     )
-    prepare = type(trainer._step).prepare
+    prepare = type(trainer._programs).prepare
 
     def used_in(directory, *stops):
         used = {}
@@ -182,7 +182,7 @@ def test_a_run_of_a_key_is_reproducible_up_to_its_interruption(tmp_path):
             return prepare(self, state, batch, past)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(trainer._step), "prepare", recorded)
+            patch.setattr(type(trainer._programs), "prepare", recorded)
             for stop in stops:
                 fit(trainer, directory, stop_at=stop)
         return used

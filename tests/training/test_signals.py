@@ -27,7 +27,7 @@ from small_runs import (
 
 from dpmp.sources import _prefetch
 from dpmp.training._loop import Loop
-from dpmp.training._step import Step
+from dpmp.training._programs import Programs
 from dpmp.training._stops import Signals
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
@@ -178,7 +178,7 @@ def test_a_signal_to_one_of_several_processes_costs_nothing(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("has_directory", [False, True])
 def test_a_signal_during_a_step_is_raised_once(tmp_path, monkeypatch, has_directory):
-    trainer, run, calls = fresh_trainer(), Step.run, []
+    trainer, run, calls = fresh_trainer(), Programs.run, []
 
     def interrupted(self, *args):
         calls.append(None)
@@ -186,7 +186,7 @@ def test_a_signal_during_a_step_is_raised_once(tmp_path, monkeypatch, has_direct
             send(signal.SIGINT)
         return run(self, *args)
 
-    monkeypatch.setattr(Step, "run", interrupted)
+    monkeypatch.setattr(Programs, "run", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         fit(trainer, tmp_path if has_directory else None)
     assert "after step 2 of 7" in "".join(caught.value.__notes__)
