@@ -65,7 +65,7 @@ class Loop:
         self._programs, self._load, self._root = programs, load, root
         self._directory, self._signals, self._options = directory, signals, options
         self._last_step, self._process = last_step, os.getpid()
-        mechanism, scale = programs.step.mechanism, programs.step.dynamic_scale
+        mechanism = programs.step.mechanism
         # The directory may have a later state, but someone has seen this one.
         given = past_of(mechanism, state)
         # `_saved`: steps of the newest checkpoint, None for another state's.
@@ -113,7 +113,7 @@ class Loop:
             self._stop,
             enabled=options.progress and is_first,
             seconds=self._file.seconds if self._file else 0.0,
-            has_dynamic_scale=scale is not None,
+            has_dynamic_scale=programs.step.dynamic_scale is not None,
             first_line=self._first_line,
         )
 
