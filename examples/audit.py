@@ -104,7 +104,7 @@ def transformer(settings: Settings, seed: int) -> Task:
     model = finetune_transformer.Transformer(nnx.Rngs(seed))
     graphdef, params = nnx.split(model, nnx.Param)
     args = argparse.Namespace(pretraining_steps=PRETRAINING_STEPS, seed=seed)
-    params = finetune_transformer.pretrain(graphdef, params, args)
+    params = finetune_transformer.pretrain(graphdef, params, args, batch_size=32)
     return Task(
         params,
         lambda texts: finetune_transformer.encode(texts)[:, : settings.length + 1],

@@ -175,7 +175,9 @@ def write_text(graphdef: Any, params: Any, seed: int) -> str:
 # --------------------------------------------------------------------- training
 
 
-def pretrain(graphdef: Any, params: Any, args: argparse.Namespace) -> Any:
+def pretrain(
+    graphdef: Any, params: Any, args: argparse.Namespace, batch_size: int = 16
+) -> Any:
     """Ordinary training on the public text, in float32: CPUs are faster in it."""
     steps = args.pretraining_steps
     if steps == 0:
@@ -198,7 +200,7 @@ def pretrain(graphdef: Any, params: Any, args: argparse.Namespace) -> Any:
 
     opt_state, rng = optimizer.init(params), np.random.default_rng(args.seed)
     for i in range(1, steps + 1):
-        batch = tokens[rng.integers(len(tokens), size=16)]
+        batch = tokens[rng.integers(len(tokens), size=batch_size)]
         params, opt_state, value = step(params, opt_state, batch)
         if i % max(1, steps // 5) == 0:
             print(f"  step {i}/{steps}, {value:.2f} nats per byte of public text")
