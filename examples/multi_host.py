@@ -99,7 +99,6 @@ def train(num_steps, checkpoint_dir):
     mechanism = dpmp.DPSGD(
         num_examples=NUM_EXAMPLES,
         expected_batch_size=400,
-        truncated_batch_size=512,
         microbatch_size=EXAMPLES_OF_A_DEVICE * jax.device_count(),
         iterations=40,
         l2_clip_norm=1.0,
