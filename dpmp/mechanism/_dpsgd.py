@@ -591,7 +591,6 @@ class DPSGD:
             return accounting.choose_truncated_batch_size(
                 self.largest_group + self.hides_size,
                 cast("float", self.sampling_prob),
-                multiple_of=self.microbatch_size or 1,
                 # Nothing but delta can pay for truncation there. If the size depended
                 # on the iterations, more of them would be another cost.
                 num_batches=2**20 if self.steps_per_epoch else 1,
