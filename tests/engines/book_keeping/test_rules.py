@@ -18,6 +18,8 @@ from programs import equations
 
 from dpmp.clipping import clipped_grad
 from dpmp.engines.book_keeping._engine import analyse
+from dpmp.engines.book_keeping._linalg import num_roundings
+from dpmp.engines.book_keeping._norms import by_product
 from dpmp.programs.transformations import hoist_constants
 
 _SIZE = 3
@@ -367,10 +369,14 @@ def test_tied_uses_of_different_dtypes_are_one_gradient():
 # Which rules and forms are chosen.
 
 
+def _program(loss, params, example):
+    shapes = jax.eval_shape(lambda *args: args, params, example)
+    return analyse(lambda *args: (loss(*args), None), *shapes)
+
+
 def _methods(loss, params, example):
     """For each parameter the forms of its norm methods, and the rules of their uses."""
-    shapes = jax.eval_shape(lambda *args: args, params, example)
-    program = analyse(lambda *args: (loss(*args), None), *shapes)
+    program = _program(loss, params, example)
     rules = [use.rule for use in program.plan.uses]
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): [
@@ -513,6 +519,32 @@ def test_one_parameter_has_the_norm_methods_that_it_should(name):
     assert _methods(loss, params, data[0]) == {"": expected}
     if loss is not _plain:  # whose gradients are no integers
         _check(loss, params, data)
+
+
+def test_every_form_counts_the_roundings_of_its_norm():
+    """As many as there are between a product and the sum of all squares."""
+    for form, name in {
+        "gram": "split",
+        "product": "split",
+        "parameters": "overlapping",
+        "entries": "custom_vjp",
+    }.items():
+        loss, shape, data, _ = _ONE_PARAMETER[name]
+        program, positions = _program(loss, np.zeros(shape), np.zeros(data)), data[0]
+        (method,) = program.norm_methods
+        if form == "product":  # no model as small as this has it
+            method = by_product(0, program.plan.uses[0], 0)
+        assert method.form == form
+        roundings = method.roundings
+        if form == "gram":
+            # The products of two inner products, of six and of nine terms.
+            assert roundings.inner >= num_roundings(positions**2) + sum(shape)
+        else:
+            assert roundings.total > num_roundings(math.prod(shape))
+        if form in ("product", "parameters"):
+            assert roundings.product > positions
+        assert roundings.magnitude > num_roundings(positions)
+        assert not method.cancels or roundings.positions >= positions
 
 
 def test_what_aux_has_of_a_parameter_makes_no_use():
