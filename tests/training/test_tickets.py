@@ -71,6 +71,16 @@ def test_a_copy_of_a_trainer_draws_other_bits(name, taken):
     assert len({x.id for spent in union for x in spent.segments}) == len(states)
 
 
+def test_a_state_that_a_trainer_and_its_copy_continue_has_two_ways_to_pay_for():
+    trainer = fresh_trainer()
+    state = trainer.train_step(*start(trainer))
+    spent = Spent()
+    for x, before in ((copy.deepcopy(trainer), copied(state)), (trainer, state)):
+        after = x.train_step(before, x.load_batch(before, DATA))
+        spent |= Spent.from_array(after.spent, num_examples=SIZE)
+    assert sum(x.stop - x.start for x in spent.segments) == 3
+
+
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_of_a_ticket_or_a_key_is_refused_and_none_is_shown(name):
     _, batch = start(fresh_trainer())
