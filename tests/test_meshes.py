@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from small_runs import new_trainer
 
 from dpmp import AdaptiveClipNorm, GridArray, clipped_fun, clipped_grad, noise_addition
+from dpmp.strategies import BandedToeplitz
 
 P = jax.P
 
@@ -231,6 +232,25 @@ def test_noise_is_added_to_explicit_sums(x):
         noisy, _ = update({"w": place(x, mesh, P("data"))}, state)
         assert_same(noisy, expected)
         assert jax.typeof(noisy["w"]).sharding.spec == P("data")
+
+
+def test_past_noise_stays_on_the_devices_of_its_sum():
+    mesh = make_mesh(2, AxisType.Explicit)
+    privatizer = noise_addition.correlated_gaussian_privatizer(
+        stddev=0.5, strategy=BandedToeplitz((1.0, 0.5), 4), prng_key=jax.random.key(0)
+    )
+    shapes, specs = {"b": 3, "w": 8}, {"b": P(None), "w": P("data")}
+    x = {k: GridArray(jnp.arange(n), 2.0**-15) for k, n in shapes.items()}
+    update, state = jax.jit(privatizer.update), privatizer.init(x)
+    expected, expected_state = update(x, state)
+    x = {k: GridArray(place(v.counts, mesh, specs[k]), v.unit) for k, v in x.items()}
+    _, past = state.past
+    past = place(past, mesh, P(None, "data"))
+    noisy, state = update(x, state._replace(past=(state.past[0], past)))
+    assert_same((noisy, state.past), (expected, expected_state.past))
+    assert {k: jax.typeof(v).sharding.spec for k, v in noisy.items()} == specs
+    of_past = [jax.typeof(v).sharding.spec for v in state.past]
+    assert of_past == [P(None, None), P(None, "data")]
 
 
 def test_a_traced_clip_norm_may_live_on_an_explicit_mesh():
