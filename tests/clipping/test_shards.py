@@ -402,17 +402,19 @@ def gathered(trainer, state, x):
 
 
 @pytest.mark.parametrize(
-    ("is_frozen", "method", "dtype"),
+    ("is_frozen", "method", "dtype", "axis"),
     [
-        (True, "per_example", np.float32),
-        (False, "book_keeping", np.float32),
-        pytest.param(True, "book_keeping", np.int8, marks=pytest.mark.slow),
+        (True, "per_example", np.float32, 1),
+        (False, "book_keeping", np.float32, 2),
+        pytest.param(True, "book_keeping", np.int8, 2, marks=pytest.mark.slow),
     ],
 )
-def test_large_layers_are_gathered_one_at_a_time(monkeypatch, is_frozen, method, dtype):
+def test_large_layers_are_gathered_one_at_a_time(
+    monkeypatch, is_frozen, method, dtype, axis
+):
     monkeypatch.setattr("dpmp.programs.frozen._SHARE_OF_STACKS", 0)
     mesh = make_mesh()
-    stack = place(np.ones((3, 16, 16), dtype), mesh, P(None, None, "data"))
+    stack = place(np.ones((3, 16, 16), dtype), mesh, P(*axis * [None], "data"))
     x = place(np.ones((32, 16), np.float32), mesh, P("data"))
     bias = place(np.zeros(16, np.float32), mesh, P())
 
