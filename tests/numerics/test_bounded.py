@@ -302,6 +302,14 @@ def test_an_example_changes_the_sum_of_its_own_group_alone(
             assert np.any(changed[own[i]] != whole[own[i]])
 
 
+def test_accelerators_may_truncate_and_are_charged_for_it(monkeypatch):
+    def condition_number(backend):
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        return largest_condition_number(4, Roundings(positions=64))
+
+    assert condition_number("gpu") == pytest.approx(condition_number("cpu") / 2, 1e-4)
+
+
 def test_groups_are_as_large_as_cuts_no_ordinary_gradient():
     for positions in (1, 16, 128, 1024, 8192):
         size = group_size(2**10, positions)
