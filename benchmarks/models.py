@@ -246,7 +246,7 @@ class GPT2(NamedTuple):
         return loss
 
 
-TINY_GPT2 = GPT2(2, 16, 2, vocabulary=40, positions=16)
+TINY_GPT2 = GPT2(1, 16, 2, vocabulary=40, positions=16)
 
 
 def _attend(qkv: jax.Array, heads: int) -> jax.Array:

@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import bounded_bits, steps
 from benchmarks.gpu import tests as gpu_tests
 from benchmarks.gpu.programs import Session, finding, run_checks
 
@@ -114,12 +113,6 @@ def test_a_check_that_fails_leaves_its_findings_and_the_other_checks(tmp_path):
 def test_every_part_runs_in_a_tiny_size(tmp_path, monkeypatch):
     # Tiny models of all sizes are the same, and `selfcheck` has a test of its own.
     others = {"selfcheck", "medium", "large", "decoder"}
-    # One block has all kinds of layers.
-    shape = steps.TINY_GPT2._replace(depth=1)
-    monkeypatch.setattr(steps, "TINY_GPT2", shape)
-    monkeypatch.setattr(bounded_bits, "TINY_GPT2", shape)
-    setting = steps._TINY_SETTING._replace(shape=shape)
-    monkeypatch.setattr(steps, "_TINY_SETTING", setting)
     for part in gpu.PARTS.keys() - others:
         flags = ["--tiny", "--inside", "--seconds", "300", "--part", part]
         monkeypatch.setattr(sys, "argv", ["gpu", *flags, "--out", str(tmp_path)])
