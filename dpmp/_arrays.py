@@ -31,8 +31,8 @@ def check_keys(what: str, tree: PyTree) -> None:
         jax.tree.structure(tree)
         return
     _validate.fail(
-        f"the keys of every dict in {what} must be of one type. Use texts. For a table "
-        "of pandas: table.columns = table.columns.astype(str).",
+        f"the keys of every dict in {what} must be of one type. Use texts; for a table "
+        "of pandas, table.columns = table.columns.astype(str).",
         type=type(tree).__name__,
     )
 

@@ -182,6 +182,20 @@ def within(mesh: Any) -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
+def traced_outside(trace: Callable[[], Any]) -> Any:
+    """Calls a function that traces a program, without the mesh that is set if it can.
+
+    The mesh would stay in the program. Then devices that divide a batch could not run
+    it on their parts.
+    """
+    if not jax.sharding.get_abstract_mesh().empty:
+        none = jax.sharding.AbstractMesh((), ())
+        # Sharding constraints that name axes need the mesh.
+        with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(none):
+            return trace()
+    return trace()
+
+
 def on_every_device(x: jax.Array) -> jax.Array:
     """Makes every device hold the whole array, if the mesh is known."""
     if jax.sharding.get_abstract_mesh().empty:
@@ -229,17 +243,24 @@ def strongly_typed(tree: PyTree) -> PyTree:
 
 
 def colocated(tree: PyTree, others: PyTree = ()) -> PyTree:
-    """Copies the uncommitted arrays of a tree to the devices of the committed ones.
+    """Copies the arrays of a tree to the devices of the committed ones.
 
     jax leaves a committed array on its devices, and may move an uncommitted one. The
-    arrays of `others` count, too. If no array is committed, the tree is unchanged.
+    arrays of `others` count, too. If no array is committed, the tree is unchanged. An
+    array that is committed to one device is copied, if others are on a mesh of several.
     """
     placed = [x.sharding for x in jax.tree.leaves((tree, others)) if _is_committed(x)]
     if not placed:
         return tree
     meshes = [x.mesh for x in placed if isinstance(x, jax.NamedSharding)]
     home = jax.NamedSharding(meshes[0], jax.P()) if meshes else placed[0]
-    return jax.tree.map(lambda x: x if _is_committed(x) else _put(x, home), tree)
+
+    def stays(x: Any) -> bool:
+        return _is_committed(x) and len(x.sharding.device_set) >= min(
+            2, len(home.device_set)
+        )
+
+    return jax.tree.map(lambda x: x if stays(x) else _put(x, home), tree)
 
 
 def _put(x: Any, home: jax.sharding.Sharding) -> jax.Array:

@@ -814,10 +814,23 @@ def test_the_state_of_a_privatizer_shows_no_key():
     assert not any(str(word) in repr((FLOATS, noise_state)) for word in words if word)
 
 
-def test_a_parameter_that_is_never_read_is_warned_of():
-    made = trainer()
-    state = made.init({**PARAMS, "unused": np.ones(2, np.float32)})
-    with pytest.warns(UserWarning, match=r"never reads 1 of 2 .* as \['unused'\]\. No"):
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: 0.0,
+        lambda x: jnp.sum(jax.lax.stop_gradient(x)),
+        lambda x: jnp.sum(x > 0).astype(jnp.float32),
+        lambda x: (0.9 * x, 0.0)[1],
+    ],
+    ids=["never read", "stopped", "compared", "dropped"],
+)
+def test_a_parameter_that_no_gradient_reaches_is_warned_of(use):
+    def loss(params, batch):
+        return jnp.mean(batch["x"] @ params["w"] - batch["y"]) + use(params["other"])
+
+    made = trainer(loss_fn=loss)
+    state = made.init({**PARAMS, "other": np.ones(2, np.float32)})
+    with pytest.warns(UserWarning, match=r"reaches 1 of 2 .* as \['other'\]: it"):
         made.lower(state, DATA)
 
 

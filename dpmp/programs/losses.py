@@ -3,7 +3,7 @@
 Some mistakes cause no error. They are found in the program of the loss:
 
 - A loss may call a model that has its own parameters, and ignore the parameters that it
-  receives. Its gradient is zero, and the run learns from noise.
+  receives, or some of them. Their gradient is zero, and noise alone trains them.
 - It may draw random numbers (dropout) from a key that it closes over. They are the same
   at every step.
 - It may compute the next state of a model (the running averages of BatchNorm) and drop
@@ -43,18 +43,21 @@ def check_loss(loss_fn: Any, *, uses_prng_key: bool) -> None:
 
 
 def with_checked_result(loss_fn: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """Makes a loss raise ValueError unless its result is a scalar."""
+    """Makes a loss raise ValueError unless its result is a float scalar."""
 
     def checked(*args: Any) -> jax.Array:
         loss = loss_fn(*args)
         is_array = hasattr(loss, "shape") or isinstance(loss, float)
-        shape = jnp.shape(loss) if is_array else None
-        if shape != ():
+        dtype = jnp.result_type(loss) if is_array else np.dtype(object)
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.shape(loss) != ():
             _validate.fail(
-                "loss_fn must return the loss of one example, a float scalar. Reduce "
-                "it with jnp.mean. Return nothing beside it: values of examples are "
-                "sensitive, and a model's state must not depend on them.",
-                loss=f"an array of shape {shape}" if is_array else type(loss).__name__,
+                "loss_fn must return the loss of one example, a float scalar with a "
+                "gradient. Reduce it with jnp.mean. Return nothing beside it: values "
+                "of examples are sensitive, and a model's state must not depend on "
+                "them.",
+                loss=f"{dtype}{[*jnp.shape(loss)]}"
+                if is_array
+                else type(loss).__name__,
             )
         return jnp.asarray(loss)
 
@@ -160,11 +163,14 @@ def check_program(
             reads_params=False,
         )
     pairs = zip(params, jaxpr.invars[: len(params)], strict=True)
-    if unread := [path for path, variable in pairs if variable not in all_read]:
+    reached = all_read if jaxpr.effects else _reached_by_gradients(jaxpr)
+    if others := [path for path, variable in pairs if variable not in reached]:
         warn(
-            f"loss_fn never reads {len(unread)} of {len(params)} arrays of params, "
-            f"such as {', '.join(unread[:3])}. Noise alone would train them. Leave "
-            "them out of params; the loss may close over them."
+            f"no gradient of loss_fn reaches {len(others)} of {len(params)} arrays of "
+            f"params, such as {', '.join(others[:3])}: it does not read them, stops "
+            "their gradient, or drops what it computes from them, as for averages of "
+            "BatchNorm. Noise alone would train them. Leave them out of params; the "
+            "loss may close over them."
         )
     eqns = bodies.equations(jaxpr)
     names = {eqn.primitive.name for eqn in eqns}
@@ -228,6 +234,17 @@ def check_program(
             'any other loss, use policy="float32", with dpmp.autocast(loss_fn) if '
             f"products in {dtype.name} are meant."
         )
+
+
+def _reached_by_gradients(jaxpr: Any) -> set[Any]:
+    """The variables on which a result depends by floats, outside of bodies."""
+    reached = {x for x in jaxpr.outvars if not interpreter.is_literal(x)}
+    for eqn in reversed(jaxpr.eqns):
+        stops = eqn.primitive.name == primitives.STOP_GRADIENT
+        if not stops and not reached.isdisjoint(eqn.outvars):
+            floats = [x for x in eqn.invars if jnp.issubdtype(x.aval.dtype, np.inexact)]
+            reached.update(x for x in floats if not interpreter.is_literal(x))
+    return reached
 
 
 def calls_host(jaxpr: Any) -> bool:

@@ -81,13 +81,22 @@ def check_devices(params: PyTree, batch_sharding: Any) -> None:
         )
     if batch_sharding is None:
         return
-    devices = {len(x.device_set) for x in spread}
-    if not all(x.device_set == batch_sharding.device_set for x in spread):
+    given = [_described(x) for x in (*spread, batch_sharding)]
+    is_same = all(x.device_set == batch_sharding.device_set for x in spread)
+    divided = [x for x in (*spread, batch_sharding) if not x.is_fully_replicated]
+    meshes = {x.mesh.axis_names for x in divided if isinstance(x, jax.NamedSharding)}
+    if not is_same or len(meshes) > 1:
         _validate.fail(
-            "batch_sharding must have the devices of the parameters. Use one mesh.",
-            devices_of_batches=len(batch_sharding.device_set),
-            devices_of_parameters=sorted(devices),
+            "batch_sharding must have the mesh of the parameters, with its devices and "
+            "axes. Use one mesh for both.",
+            of_batches=given[-1],
+            of_parameters=sorted({*given[:-1]}),
         )
+
+
+def _described(sharding: Any) -> str:
+    shape = dict(sharding.mesh.shape) if hasattr(sharding, "mesh") else ""
+    return f"{len(sharding.device_set)} devices {shape}".rstrip()
 
 
 def load_shards(

@@ -76,7 +76,7 @@ def loader_of(
             fix=_in_place_of(source),
         )
     check_keys("the dataset", source)
-    leaves = jax.tree.leaves(source, is_leaf=_is_list_of_numbers)
+    leaves = jax.tree.leaves(source, is_leaf=_is_leaf)
     is_arrays = bool(leaves) and not _is_list_of_numbers(source)
     is_arrays &= all(isinstance(x, list) or _is_array(x) for x in leaves)
     is_sequence = hasattr(source, "__getitem__") and hasattr(source, "__len__")
@@ -288,7 +288,7 @@ def load_padded(load: Load, padded: np.ndarray) -> PyTree:
 def as_arrays(tree: PyTree) -> PyTree:
     """Turns the leaves into NumPy arrays; a list of numbers is one leaf."""
     check_keys("an example", tree)
-    columns, structure = jax.tree_util.tree_flatten_with_path(tree, _is_list_of_numbers)
+    columns, structure = jax.tree_util.tree_flatten_with_path(tree, _is_leaf)
     return structure.unflatten([as_array(*x) for x in columns or [((), None)]])
 
 
@@ -297,6 +297,11 @@ def _is_list_of_numbers(x: Any) -> bool:
     return isinstance(x, list) and not any(
         getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(x)
     )
+
+
+def _is_leaf(x: Any) -> bool:
+    # A sparse matrix of jax is a tree of arrays, whose rows are not its rows.
+    return _is_list_of_numbers(x) or hasattr(x, "todense")
 
 
 def _is_array(x: Any) -> bool:  # a Hugging Face dataset has a shape alone

@@ -67,6 +67,7 @@ class Account:
                 "have an earlier one, train anew, in another directory."
             )
         if self.start >= stop or epsilon_budget is None:
+            self._warn_of_longer_plan(stop)
             return self
         if self.epsilon(self.end) <= epsilon_budget:
             return self
@@ -88,6 +89,18 @@ class Account:
                 f"of {stop}. {_SEE_THE_LEDGER}"
             )
         return dataclasses.replace(self, end=end)
+
+    def _warn_of_longer_plan(self, stop: int) -> None:
+        """Warns if a run goes on after the last step that was planned."""
+        cost = self.mechanism.step_cost
+        planned = [x.planned for x in self.of_state.segments if x.cost == cost]
+        if planned and max(planned) <= self.start < stop:
+            warn(
+                f"all {max(planned)} planned steps were made, and the run goes on. If "
+                "their results had a part in that, epsilon of all steps may not be "
+                "claimed: claim an epsilon_budget that you had fixed before the first "
+                "step. docs/guarantees.md has the reason."
+            )
 
     def segment(self, start: int, stop: int) -> runs.Segment:
         """Steps of this run."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from dpmp import _meshes, _validate
 from dpmp._arrays import as_device_dtypes, as_mask, is_narrow, without_debugging
-from dpmp._meshes import colocated, placement
+from dpmp._meshes import colocated, placement, places
 from dpmp._typing import PyTree
 from dpmp.programs import bodies, losses
 from dpmp.training._agreement import check_same_arrays, check_same_program
@@ -145,6 +145,8 @@ class Programs:
         if key in self._compiled:
             return self._compiled[key], args
         step, constants = self.step.make_program(state, batch)
+        # Those on one device are copied to all that the step has.
+        constants = [colocated(x, args) if places(x) else x for x in constants]
         # Otherwise the state would return from the first step on the devices of the
         # constants, and need another program.
         placed = colocated(args, constants)

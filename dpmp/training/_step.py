@@ -121,16 +121,18 @@ class Step:
         # Per-example gradients take more memory than all parameters do.
         is_lean = self.mechanism.method == "book_keeping"
         arg_specs = [x if is_lean else jax.P() for x in jax.tree.leaves(of_params)]
+        hoist = functools.partial(
+            transformations.hoist_constants,
+            loss_fn,
+            *args,
+            *keys,
+            *drawn,
+            check=check,
+            spec_of=spec_of,
+            arg_specs=arg_specs,
+        )
         with losses.explained(args[1], policy.compute_dtype):
-            loss_fn, constants, specs = transformations.hoist_constants(
-                loss_fn,
-                *args,
-                *keys,
-                *drawn,
-                check=check,
-                spec_of=spec_of,
-                arg_specs=arg_specs,
-            )
+            loss_fn, constants, specs = _meshes.traced_outside(hoist)
 
         axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
         mesh = _meshes.mesh_of((batch, state))
@@ -278,12 +280,16 @@ class Step:
                 "without it, such as optax.adam(1e-3).",
                 reason=str(error),
             )
-        if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, noisy):
+        # Some nodes, such as modules of NNX, are equal to themselves alone.
+        given, wanted = jax.tree.flatten(updates), jax.tree.flatten(noisy)
+        shapes = [list(map(jnp.shape, leaves)) for leaves, _ in (given, wanted)]
+        if given[1] != wanted[1] or shapes[0] != shapes[1]:
             _validate.fail(
                 "the updates of the optimizer must have the shapes of the parameters. "
                 "Use an optimizer that is given one mean gradient: dpmp clips and "
                 "adds noise.",
-                updates=jax.tree.map(jnp.shape, updates),
+                updates=shapes[0],
+                parameters=shapes[1],
             )
         return state._replace(
             step=state.step + 1,

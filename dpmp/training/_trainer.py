@@ -142,7 +142,7 @@ class DPTrainer:
         Raises:
           ValueError: if a leaf of `params` is not a float array, or not finite.
         """
-        params = _checks.as_params(params)
+        params = colocated(_checks.as_params(params))
         _checks.check_finite(params)
         state = colocated(self._step.first_state(params))
         return state._replace(spent=runs.Spent().to_array())

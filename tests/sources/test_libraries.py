@@ -9,6 +9,7 @@ import grain
 import numpy as np
 import pandas
 import pytest
+from jax.experimental import sparse
 from sources.datasets import ARRAYS, Sized, assert_gives_examples_and_zeros, load_batch
 
 from dpmp.sources import check_source, loader_of
@@ -96,6 +97,12 @@ REFUSED = {
         r"got column=\"\['x'\]\".* Turn text and categories into numbers \(docs/data",
     ),
 }
+
+
+def test_a_sparse_matrix_of_jax_is_refused():
+    matrix = sparse.BCOO.fromdense(np.eye(12, dtype=np.float32), n_batch=1)
+    with pytest.raises(ValueError, match=r"column=\"\['x'\]\".*make sparse matrices"):
+        loader_of({"x": matrix}, 12)
 
 
 @pytest.mark.parametrize("name", REFUSED)

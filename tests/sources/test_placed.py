@@ -74,8 +74,14 @@ def test_batches_are_for_the_devices_of_the_parameters():
     for undivided in (None, copies):
         with pytest.warns(UserWarning, match="each device may compute the whole step"):
             trainer.load_batch(state, DATA, batch_sharding=undivided)
-    with pytest.raises(ValueError, match="must have the devices of the parameters"):
+    with pytest.raises(ValueError, match="must have the mesh of the parameters"):
         fit(trainer, state=state, batch_sharding=make_sharding(4))
+    auto = (jax.sharding.AxisType.Auto,)
+    other = jax.make_mesh((2,), ("other",), axis_types=auto)
+    params = {"w": np.zeros(4, np.float32)}
+    state = trainer.init(jax.device_put(params, NamedSharding(other, P("other"))))
+    with pytest.raises(ValueError, match=r"of_parameters=.*\{'other': 2\}"):
+        fit(trainer, state=state, batch_sharding=make_sharding(2))
 
 
 def test_a_process_asks_for_the_rows_of_its_own_devices_only(monkeypatch):

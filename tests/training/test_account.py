@@ -10,6 +10,7 @@ from small_runs import (
     epsilon_of,
     fit,
     fresh_trainer,
+    new_trainer,
     noisier_trainer,
     num_paid,
 )
@@ -70,3 +71,14 @@ def test_a_budget_limits_what_is_planned_of_a_second_cost(tmp_path):
         assert int(state.step) == num_paid(tmp_path) == 5
         assert epsilon_of(tmp_path) == budget.epsilon
         assert second.guarantee(state).epsilon == budget.epsilon
+
+
+def test_a_run_that_goes_on_after_its_plan_is_warned_of_without_a_budget(tmp_path):
+    fit(fresh_trainer(), tmp_path, stop_at=3)
+    fit(fresh_trainer(), tmp_path)  # the rest of the plan
+    fit(fresh_trainer(), tmp_path)  # nothing
+    longer = new_trainer(iterations=9)
+    fit(longer, tmp_path, stop_at=8, epsilon_budget=100.0)
+    fit(longer, tmp_path)  # the rest of the new plan
+    with pytest.warns(UserWarning, match="all 9 planned steps were made"):
+        fit(new_trainer(iterations=10), tmp_path)

@@ -61,6 +61,12 @@ def nnx_linear():
     return nnx_split(lambda nnx, rngs: nnx.Linear(3, 1, rngs=rngs))
 
 
+def nnx_module():
+    from flax import nnx
+
+    return nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda module, x: jnp.mean(module(x))
+
+
 def frozen_dict():
     import flax.core
 
@@ -76,7 +82,7 @@ def equinox_module():
     return params, lambda p, x: jnp.mean(jax.vmap(eqx.combine(p, static))(x))
 
 
-@pytest.mark.parametrize("make", [nnx_linear, frozen_dict, equinox_module])
+@pytest.mark.parametrize("make", [nnx_linear, nnx_module, frozen_dict, equinox_module])
 def test_params_keep_their_tree(make):
     params, loss_fn = make()
     trainer = trainer_of(loss_fn)

@@ -83,3 +83,23 @@ def test_a_loss_may_contain_a_key():
     trainer = new_trainer(loss_fn=loss, microbatch_size=4)
     state = trainer.init({"w": jnp.ones(2)})
     assert int(trainer.fit(state, data, progress=False, stop_at=1).step) == 1
+
+
+def test_arrays_of_one_device_are_copied_to_those_of_the_batch():
+    """Even if the user has set the mesh, which jax would keep in the program."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    here = functools.partial(jax.device_put, device=jax.devices()[0])
+    base = here(jnp.ones((3, 3)))
+
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ base @ params["w"] + params["b"]) ** 2)
+
+    trainer = new_trainer(loss_fn=loss, microbatch_size=4)
+    sharded = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("data")))
+    trainer.init({"b": sharded, "w": here(jnp.ones(3))})  # is on all of them too
+    state = trainer.init({"b": jnp.zeros(()), "w": here(jnp.ones(3))})
+    data = {"x": np.ones((SIZE, 3), np.float32)}
+    options = {"batch_sharding": jax.NamedSharding(mesh, jax.P("data"))}
+    with jax.set_mesh(mesh):
+        state = trainer.fit(state, data, progress=False, stop_at=1, **options)
+    assert len(state.params["w"].sharding.device_set) == 4
