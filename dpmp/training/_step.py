@@ -3,8 +3,9 @@
 The sum is sensitive. Only noisy values reach the update, and they are released.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -57,7 +58,8 @@ class Step:
         metrics = {*self.mechanism.metric_names, "overflowed"}
         with jax.debug_nans(False):  # metrics are NaN before the first step
             params = jax.tree.map(jnp.copy, policy.cast_to_param(params))
-            opt_state = self.optimizer.init(policy.cast_to_update(params))
+            with _explained("init(params)"):
+                opt_state = self.optimizer.init(policy.cast_to_update(params))
             unknown = jnp.full((), jnp.nan, jnp.float32)
             return TrainingState(
                 step=jnp.zeros((), jnp.int32),
@@ -272,7 +274,10 @@ class Step:
             self.policy.cast_to_update, (released.noisy_grads, state.params)
         )
         try:
-            updates, opt_state = self.optimizer.update(noisy, state.opt_state, params)
+            with _explained("update(updates, state, params)"):
+                updates, opt_state = self.optimizer.update(
+                    noisy, state.opt_state, params
+                )
         except TypeError as error:
             _validate.fail(
                 "optimizer.update must be a function of (updates, state, params). A "
@@ -299,6 +304,21 @@ class Step:
             metrics={**released.metrics, "overflowed": overflowed},
             clip_norm=released.clip_norm,
         )
+
+
+@contextlib.contextmanager
+def _explained(call: str) -> Iterator[None]:
+    """Adds to an error of the optimizer what it was given."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"dpmp: this happened in optimizer.{call}. The updates are one noisy mean "
+            "gradient, a tree like params. An optimizer that clips per-example "
+            "gradients itself is not needed; one whose params have another tree "
+            "(optax.lookahead) needs a training loop of its own: docs/recipes.md."
+        )
+        raise
 
 
 def _model_key(words: Any) -> jax.Array:

@@ -6,6 +6,7 @@ import traceback
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from small_runs import SIZE, new_trainer
 from small_runs import fit as fit_small
@@ -70,6 +71,11 @@ def test_errors_in_the_loss_say_what_it_was_given():
     assert "12345" not in "".join(traceback.format_exception_only(caught.value))
     with pytest.raises(TypeError, match="Parameters and float inputs are bfloat16"):
         fit(params=jnp.zeros(4), policy="mixed_bfloat16")
+
+
+def test_errors_of_the_optimizer_say_what_it_was_given():
+    with pytest.raises(AttributeError, match="in optimizer.*optax.lookahead"):
+        fit(optimizer=optax.lookahead(optax.sgd(0.1), 5, 0.5))
 
 
 def test_the_default_of_an_argument_is_not_shown():
