@@ -7,7 +7,7 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.sources._source import Load, Loader, Source, loader_of
 
-_TOGETHER = 64  # records
+_TOGETHER, _MANY = 64, 4096  # records
 
 
 def check_source(source: PyTree | Source) -> None:
@@ -44,7 +44,9 @@ def check_source(source: PyTree | Source) -> None:
     """
     loader = loader_of(source, None)
     if loader.is_arrays:  # they have been checked as a whole, but for their values
-        _check_integers(loader.rows(np.arange(loader.num_examples)))
+        for start in range(0, loader.num_examples, _MANY):
+            stop = min(start + _MANY, loader.num_examples)
+            _check_integers(loader.rows(np.arange(start, stop)))
         return
 
     def alone(indices: np.ndarray) -> PyTree:

@@ -74,7 +74,7 @@ def test_errors_in_the_loss_say_what_it_was_given():
 
 
 def test_errors_of_the_optimizer_say_what_it_was_given():
-    with pytest.raises(AttributeError, match="in optimizer.*optax.lookahead"):
+    with pytest.raises(AttributeError, match=r"in optimizer.*optax\.lookahead"):
         fit(optimizer=optax.lookahead(optax.sgd(0.1), 5, 0.5))
 
 
