@@ -72,6 +72,22 @@ def check_not_mapped(what: str, reason: str, *, fix: str) -> None:
         )
 
 
+def check_types_without_axes(tree: PyTree) -> None:
+    """Raises ValueError for arrays whose type says that devices have different ones.
+
+    `jax.shard_map` makes such types with `check_vma=True`. Then jax adds the gradient
+    of an argument that all devices share up over the devices, before it is clipped.
+    """
+    types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(tree)]
+    if axes := set[str]().union(*(x.varying for x in types)):
+        _validate.fail(
+            "clipped_grad must be in a shard_map with check_vma=False: otherwise jax "
+            "adds up gradients over devices before they are clipped",
+            axes=sorted(axes),
+            fix="Set check_vma=False, or use jax.jit with sharded arrays.",
+        )
+
+
 def on_automatic_axes(
     fun: Callable[..., Any], out_specs: Callable[[Any, Any], Sequence[jax.P]]
 ) -> Callable[..., Any]:

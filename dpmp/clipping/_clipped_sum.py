@@ -85,6 +85,7 @@ class ClippedSum:
             self.arithmetic.check_not_mapped()
         batch_size = self.signature.batch_size(args, is_padding_example)
         examples = self.signature.examples(args, batch_size)
+        _meshes.check_types_without_axes(examples)
 
         def with_examples(examples):
             return [

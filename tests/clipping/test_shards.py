@@ -183,6 +183,22 @@ def test_batches_that_cannot_be_divided_are_refused(options, message):
         fn(*args)
 
 
+@pytest.mark.parametrize(
+    "options", [{"arithmetic": "exact"}, {"method": "book_keeping"}]
+)
+def test_gradients_that_jax_adds_over_devices_are_refused(options):
+    fn = make_sum_fn(**options)
+    params, batch = make_args()
+    mapped = jax.shard_map(
+        lambda batch: fn(params, batch),
+        mesh=make_mesh(),
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match=r"check_vma=False.*before they are clip"):
+        mapped(batch)
+
+
 def test_axes_that_the_caller_has_divided_are_refused():
     fn = make_sum_fn(arithmetic="exact", spmd_axis_name="data")
     params, batch = make_args()
