@@ -100,9 +100,11 @@ def clipped_grad(
       - `jax.jit` with sharded arguments works for all types of mesh axes. The gradient
         of an argument is sharded as this argument is.
       - `jax.shard_map` with `check_vma=False` works for sums of integers ("exact" and
-        "bounded"), which `psum` may add. Float sums are refused there, because the
-        sensitivity does not cover the rounding of that addition. For the same reason,
-        do not add up float sums of parts of a batch yourself; use `microbatch_size`.
+        "bounded"), which `psum` may add. Without it, jax would add up gradients over
+        devices before they are clipped, so that it is refused. Float sums are refused
+        there, because the sensitivity does not cover the rounding of that addition. For
+        the same reason, do not add up float sums of parts of a batch yourself; use
+        `microbatch_size`.
 
       Rounding, by `arithmetic`:
 
