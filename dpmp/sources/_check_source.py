@@ -7,7 +7,7 @@ from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.sources._source import Load, Loader, Source, loader_of
 
-_TOGETHER, _MANY = 64, 4096  # records
+_TOGETHER = 64  # records
 
 
 def check_source(source: PyTree | Source) -> None:
@@ -35,19 +35,15 @@ def check_source(source: PyTree | Source) -> None:
 
     Raises:
       ValueError: for the first record that does not load, is not made of numbers, or
-        has another tree, shape or dtype than the first one; for one that depends on the
-        others that are loaded with it; and for integers of more than 32 bits, which jax
-        would cut off. The message has the index,
+        has another tree, shape or dtype than the first one; and for one that depends on
+        the others that are loaded with it. The message has the index,
         dtype and shape of the record, and the error of the source is attached. All of
         them are private data: call this where only people who may see the dataset see
         its output.
     """
     loader = loader_of(source, None)
-    if loader.is_arrays:  # they have been checked as a whole, but for their values
-        for start in range(0, loader.num_examples, _MANY):
-            stop = min(start + _MANY, loader.num_examples)
-            _check_integers(loader.rows(np.arange(start, stop)))
-        return
+    if loader.is_arrays:
+        return  # they have been checked as a whole
 
     def alone(indices: np.ndarray) -> PyTree:
         return Loader(lambda i: loader.ask(i + int(indices[0])), 1).rows(np.arange(1))
@@ -80,25 +76,11 @@ def _check_groups(load: Load, num_records: int) -> None:
                 )
 
 
-def _check_integers(rows: PyTree) -> None:
-    """Raises ValueError for an integer that jax would cut off to 32 bits."""
-    for path, x in jax.tree_util.tree_leaves_with_path(rows):
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        if x.dtype.kind in "iu" and np.any(x.astype(dtype) != x):
-            _validate.fail(
-                f"integers must fit into {dtype}, which jax turns them into. Number "
-                "ids anew by np.unique(ids, return_inverse=True), or train under "
-                "jax.enable_x64().",
-                column=jax.tree_util.keystr(path) or "(the only one)",
-            )
-
-
 def _check_records(load: Load, num_records: int) -> None:
     expected: dict[str, str] = {}
     for record in range(num_records):
         try:
             rows = load(np.array([record]))
-            _check_integers(rows)
         except Exception as error:
             is_ours = isinstance(error, _validate.RefusedError)
             reason = error if is_ours else f"{type(error).__name__} (see above)"

@@ -85,13 +85,3 @@ def test_the_error_of_a_lazy_row_is_attached():
     with pytest.raises(ValueError, match=message) as error:
         check_source(Singles(lambda x: {**x, "x": image}))
     assert str(error.value.__cause__) == "the image is truncated"
-
-
-@pytest.mark.parametrize("kind", [dict, Singles])
-def test_an_integer_that_jax_would_cut_off_is_named(kind):
-    data = {"id": np.full(12, 2**31)}
-    source = data if kind is dict else kind(lambda x: {**x, **data})
-    if kind is dict:
-        check_source({"id": data["id"] - 1})
-    with pytest.raises(ValueError, match=r"must fit into int32.*column=\"\['id'\]\""):
-        check_source(source)
