@@ -199,6 +199,15 @@ def test_never_less_is_quoted_than_is_spent(start, stop, monkeypatch):
     assert float(quoted) == stop
 
 
+def test_the_speed_is_that_of_the_expected_batches_since_the_first_step(monkeypatch):
+    set_clock(monkeypatch, itertools.repeat(0.0))
+    report = Report(LONG, float, 0, 100, enabled=False)
+    report._first = 1, -5.0
+    size = LONG.expected_batch_size  # of each of ten steps in five seconds
+    shown = f"{2 * size:.1f} examples/s, 0:00:44 left"
+    assert report._describe(11).endswith(shown)  # 89 steps to go
+
+
 def spent_by(mechanism):
     return SpentPrivacy(mechanism, 6, lambda step: mechanism.guarantee(step).epsilon)
 
