@@ -257,9 +257,9 @@ def test_one_example_changes_sums_of_matrix_units_by_at_most_the_clip_norm(
 @pytest.mark.slow
 @pytest.mark.parametrize("in_groups_of_four", [2], indirect=True)
 def test_sums_of_units_with_few_bits_would_change_by_more(on_matrix_units):
-    batch = on_matrix_units(jnp.bfloat16, fraction_bits=7)["random"]
-    # By how much depends on the processor: 1.0006 and more than 1.005 were seen.
-    assert largest_change(jnp.bfloat16, 8, batch) > 1
+    # In which case the change is largest depends on the processor.
+    cases = on_matrix_units(jnp.bfloat16, fraction_bits=7).values()
+    assert max(largest_change(jnp.bfloat16, 8, batch) for batch in cases) > 1.005
 
 
 def test_sums_of_magnitudes_are_limited_for_the_size_of_groups():
