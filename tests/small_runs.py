@@ -1,5 +1,6 @@
 """A small run that tests of training share, so that its step is compiled once."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -255,6 +256,20 @@ def known_bits(monkeypatch):
     fake = types.SimpleNamespace(urandom=urandom, getpid=os.getpid)
     monkeypatch.setattr(_tickets, "os", fake)
     return drawn
+
+
+def fixed_tickets(monkeypatch):
+    """The n-th fresh ticket of a step has the same keys whenever a test runs."""
+    made, real = collections.Counter(), _tickets.Ticket
+
+    def ticket(step, words=None):
+        if words is None:
+            rng = np.random.default_rng([step, made[step]])
+            words = rng.integers(2**32, size=16, dtype=np.uint32)
+            made[step] += 1
+        return real(step, words)
+
+    monkeypatch.setattr(_tickets, "Ticket", ticket)
 
 
 def places_of_keys(words, content):

@@ -53,6 +53,12 @@ def test_two_processes_train_the_model_of_one_process_bit_for_bit(
         np.testing.assert_array_equal(params[name], x)
 
 
+def wait_for(directory, process):
+    while not directory.is_dir():
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_a_job_goes_on_after_one_process_was_killed(tmp_path, undisturbed):
     directory, output = tmp_path / "run", tmp_path / "two.npz"
@@ -61,12 +67,11 @@ def test_a_job_goes_on_after_one_process_was_killed(tmp_path, undisturbed):
         env=environment(xla_flags=""),
         stderr=subprocess.DEVNULL,
     )
-    while not (directory / "checkpoints" / "10").is_dir():
-        assert started.poll() is None
-        time.sleep(0.05)
+    wait_for(directory, started)
     children = subprocess.run(
         ["pgrep", "-P", str(started.pid)], capture_output=True, text=True, check=True
     )
+    wait_for(directory / "checkpoints" / "10", started)
     os.kill(int(children.stdout.split()[1]), signal.SIGKILL)
     assert started.wait() == 1
     assert 10 <= num_paid(directory) < 40

@@ -155,9 +155,10 @@ def _stacked(params, x):
 
 @pytest.mark.slow
 def test_parameters_are_followed_into_loops_and_branches():
+    rng = np.random.default_rng(3)
     params = {
-        "a": {"w": 0.3 * _rng.normal(size=(3, 6, 6)).astype(np.float32)},
-        "b": {"w": _rng.normal(size=(6, 4)).astype(np.float32)},
+        "a": {"w": 0.3 * rng.normal(size=(3, 6, 6)).astype(np.float32)},
+        "b": {"w": rng.normal(size=(6, 4)).astype(np.float32)},
     }
 
     def branched(params, x):

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from refusals import refusals
-from small_runs import new_trainer
+from small_runs import fixed_tickets, new_trainer
 
 import dpmp
 from benchmarks import sabotage
@@ -32,6 +32,12 @@ WAYS = {
         "strategy": strategies.banded_inverse(3, iterations=12, steps_per_epoch=8)
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def same_bits_in_every_run(monkeypatch):
+    """A bound with 95 % confidence is above the claim in some runs."""
+    fixed_tickets(monkeypatch)
 
 
 def mechanism(**fields):

@@ -21,6 +21,7 @@ from small_runs import (
     epsilon_of,
     fails_at,
     fit,
+    fixed_tickets,
     keyed_trainer,
     new_trainer,
     num_paid,
@@ -153,7 +154,10 @@ def test_one_band_is_the_mechanism_without_a_strategy():
     assert same(*states)
 
 
-def test_noise_of_a_run_is_as_wide_and_correlated_as_the_strategy_needs(way):
+def test_noise_of_a_run_is_as_wide_and_correlated_as_the_strategy_needs(
+    way, monkeypatch
+):
+    fixed_tickets(monkeypatch)
     trainer, strategy, runs = shared(way), WAYS[way]["strategy"], 6
     found, metrics = [], []
 

@@ -30,6 +30,7 @@ from small_runs import (
     epsilon_of,
     fails_at,
     fit,
+    fixed_tickets,
     fresh_trainer,
     keyed_trainer,
     killed_copies,
@@ -195,6 +196,7 @@ def test_a_record_without_its_checkpoint_is_charged(tmp_path, monkeypatch, undis
 
 def test_nothing_of_a_lost_step_is_left(tmp_path, monkeypatch, capsys):
     """Its noisy values are in `pending` alone, until the next start."""
+    fixed_tickets(monkeypatch)
     trainer, overflowed = fresh_trainer(), []
     run = Programs.run
 

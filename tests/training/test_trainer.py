@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from scipy import stats
-from small_runs import new_trainer, same, without_failures
+from small_runs import fixed_tickets, new_trainer, same, without_failures
 
 from dpmp import Policy, SensitiveOutputs, TrainingState
 from dpmp.training._tickets import draw_batch, draw_tickets
@@ -331,7 +331,9 @@ def test_an_epoch_may_be_run_step_by_step():
 
 
 @pytest.mark.parametrize("key", [KEY, None], ids=["given", "fresh"])
-def test_every_example_and_step_has_a_key_of_its_own(key):
+def test_every_example_and_step_has_a_key_of_its_own(key, monkeypatch):
+    fixed_tickets(monkeypatch)
+
     def loss_fn(params, batch, key):
         unused = 0 * (jnp.sum(params) + jnp.sum(batch["x"]))
         return unused + jax.random.uniform(key)

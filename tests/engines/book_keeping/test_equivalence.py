@@ -20,6 +20,11 @@ POSITIONS = jnp.arange(LENGTH)
 RNG = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order(monkeypatch):
+    monkeypatch.setitem(globals(), "RNG", np.random.default_rng(1))
+
+
 def normal(*shape, dtype=jnp.float32, scale=1.0):
     return jnp.asarray((scale * RNG.normal(size=shape)).astype(dtype))
 

@@ -15,6 +15,11 @@ import dpmp
 _rng = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order(monkeypatch):
+    monkeypatch.setitem(globals(), "_rng", np.random.default_rng(1))
+
+
 def _clip_fn(loss, *, clip_norm=1.0, **options):
     """The sum as a function of parameters and a batch, compiled for its shapes."""
     method = options.pop("method", "book_keeping")
