@@ -84,12 +84,19 @@ def as_array(path: Any, x: Any) -> np.ndarray:
         array = np.asarray(x)
     if _is_of_jax(array.dtype) and not isinstance(x, np.ma.MaskedArray):
         return array
+    column = jax.tree_util.keystr(path) or "(the only one)"
+    if array.dtype.kind in "iufc" and not array.dtype.isnative:
+        _validate.fail(
+            "examples must have the byte order of this machine. Use "
+            'x.astype(x.dtype.newbyteorder("=")).',
+            column=column,
+        )
     _validate.fail(
         "examples must be numbers of a dtype that jax has, in arrays without masks. "
         "Turn text and categories into numbers (docs/data.md shows how) or leave them "
         "out, pad lists of different lengths to one length, replace None, make sparse "
         "matrices dense, and pass masks beside x.filled(0).",
-        column=jax.tree_util.keystr(path) or "(the only one)",
+        column=column,
         type=type(x).__name__,
         content=name_of(array.dtype),
     )

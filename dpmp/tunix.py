@@ -9,6 +9,7 @@ Import it by `import dpmp.tunix`. It needs `pip install google-tunix`.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -196,13 +197,19 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
                 "jax.tree.map(lambda *rows: np.stack(rows), *examples).",
                 type=type(train_ds).__name__,
             )
+        one_batch = Mapping | np.ndarray | jax.Array
         if eval_ds is not None and (
-            not isinstance(eval_ds, Iterable) or isinstance(eval_ds, Mapping)
+            not isinstance(eval_ds, Iterable) or isinstance(eval_ds, one_batch)
         ):
             _validate.fail(
                 "eval_ds must be batches of public examples. Pass [batch] for one "
                 "batch.",
                 type=type(eval_ds).__name__,
+            )
+        if eval_ds:
+            _validate.positive_integer(
+                eval_every_n_steps=self.config.eval_every_n_steps,
+                fix="Choose it in the training_config.",
             )
         if self._private is None:
             self._private = self._make_trainer()
@@ -212,11 +219,10 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         self._update_model(state)
         steps: Any = self.jit_train_and_eval_step(skip_jit, cache_nnx_graph)
 
-        def evaluate() -> None:
-            if eval_ds:
-                self._run_eval(eval_ds, steps[1])
-
-        evaluate()
+        evaluate = None
+        if eval_ds:
+            evaluate = functools.partial(self._run_eval, eval_ds, steps[1])
+            evaluate()
         if self.training_hooks:
             self.training_hooks.on_train_start(self)
         try:
@@ -272,7 +278,7 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
             )
         return self._private.guarantee(state, delta=delta)
 
-    def _show(self, state: TrainingState, evaluate: Callable[[], None]) -> None:
+    def _show(self, state: TrainingState, evaluate: Callable[[], None] | None) -> None:
         """Shows released numbers to Tunix's loggers, evaluation and hooks."""
         before, self.state = self._train_steps, state
         self._update_model(state)
@@ -284,7 +290,7 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
         for name, x in [*numbers.items(), *rates]:
             logger.log(self.metrics_prefix, name, x, self._mode, self._train_steps)
         every = self.config.eval_every_n_steps
-        if before // every < self._train_steps // every:
+        if evaluate and before // every < self._train_steps // every:
             evaluate()
         if self.training_hooks:
             loss = numbers.get("loss", np.nan)
@@ -309,7 +315,6 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
     def _make_trainer(self) -> DPTrainer:
         mechanism, optimizer, policy = self._wanted
         graph, params, rest = nnx.split(self.model, self._trained, ...)
-        _check_memory(rest)
         if any(x is self.model for name, x in vars(self).items() if name != "model"):
             _validate.fail(
                 "the reference model must be another object than the model, which is "
@@ -327,12 +332,15 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
             # A trace may change copies alone, and each example needs its own streams.
             model = nnx.merge(graph, params, rest, copy=True)
             keys: dict[str, Any] = dict.fromkeys(streams, key)
-            nnx.reseed(model, **keys)
+            # Layers that are stacked have a stack of keys.
+            nnx.reseed(model, policy="match_shape", **keys)
+            before = _remembered(model)
             copies = {name: nnx.merge(*x, copy=True) for name, x in others.items()}
             with self._attributes(model=model, **copies), _without_mesh():
                 inputs: Any = self.gen_model_input_fn(self._prepare_inputs(example))
                 _validate.instance(Mapping, _MODEL_INPUTS, inputs_of_the_loss=inputs)
                 output: Any = loss_fn(model, **inputs)
+            _check_memory(before, _remembered(model))
             return output[0] if self._has_aux else output  # no metrics: they are exact
 
         def loss_without_key(params: Any, example: Any) -> jax.Array:
@@ -359,8 +367,17 @@ class PrivateTrainer(peft_trainer.PeftTrainer):
 
     def _batch_sharding(self) -> jax.sharding.Sharding | None:
         mesh = pxla.thread_resources.env.physical_mesh  # the one that Tunix uses
-        spec = jax.sharding.PartitionSpec(*self.config.data_sharding_axis)
-        return None if mesh.empty else jax.sharding.NamedSharding(mesh, spec)
+        axes = self.config.data_sharding_axis
+        if mesh.empty:
+            return None
+        if not {*jax.tree.leaves(axes)} <= {*mesh.axis_names}:
+            _validate.fail(
+                "data_sharding_axis must name axes of the mesh. Choose them in the "
+                "training_config.",
+                data_sharding_axis=axes,
+                mesh_axes=mesh.axis_names,
+            )
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
 
 
 def _without_mesh() -> contextlib.AbstractContextManager[Any]:
@@ -379,16 +396,23 @@ def _variables(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def _check_memory(rest: Any) -> None:
+def _remembered(model: Any) -> dict[str, Any]:
+    """The arrays of a model that are neither parameters nor random, by their paths."""
+    state = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
+
+
+def _check_memory(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raises ValueError for a model that remembers earlier batches."""
-    known = nnx.Param | nnx.RngState
-    names = {type(x).__name__ for x in _variables(rest) if not isinstance(x, known)}
-    if names:
+    changed = [name for name, x in before.items() if after.get(name) is not x]
+    if changed:
         _validate.fail(
             "a model must not remember earlier batches: that memory would not be "
             "private, and it stays as it was. Use layers without averages over "
-            "batches, and scales that are computed anew (no act_static_scale of qwix)",
-            variables=sorted(names),
+            "batches, and scales that are computed anew (no act_static_scale of qwix). "
+            "Caches and intermediates of earlier calls must be removed by nnx.pop",
+            changed=changed,
         )
 
 

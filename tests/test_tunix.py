@@ -431,6 +431,26 @@ class WithMemory(WithDropout):
         super().__init__()
         self.norm = nnx.BatchNorm(VOCABULARY, rngs=nnx.Rngs(0))
 
+    def __call__(self, tokens, *_):
+        return self.norm(self.embed(tokens)), None
+
+
+class WithConstants(WithDropout):
+    """A table, and stacked layers whose dropout has a stack of keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nnx.Variable(jnp.linspace(0.0, 1.0, VOCABULARY))
+        make_layers = nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs))
+        self.layers = make_layers(nnx.Rngs(dropout=1).fork(split=2))
+
+    def __call__(self, tokens, *_):
+        def layer(x, dropout):
+            return dropout(x)
+
+        scan = nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scan(self.embed(tokens) * self.table[...], self.layers), None
+
 
 REFUSED = {
     "accumulation": (lambda: run(gradient_accumulation_steps=2), "one batch"),
@@ -445,7 +465,13 @@ REFUSED = {
         lambda: run(checkpointing_options=CheckpointManagerOptions(max_to_keep=2)),
         "must come with a checkpoint_root_directory",
     ),
-    "memory": (lambda: run(model=WithMemory()), "BatchStat"),
+    "memory": (lambda: run(model=WithMemory()), r"changed=.*norm.*mean"),
+    "evaluation that never comes": (
+        lambda: run([row(DATA, 0)], eval_every_n_steps=0),
+        "eval_every_n_steps must be",
+    ),
+    "axis": (lambda: run_on_mesh("data"), "must name axes of the mesh"),
+    "one batch": (lambda: run(np.zeros((2, 3))), "eval_ds must be batches"),
     "batches": (lambda: run(data=iter([DATA])), "__getitem__ and __len__"),
     "list of batches": (lambda: run(data=[DATA, DATA]), "could be one of batches"),
     "inputs": (
@@ -487,6 +513,23 @@ def run(
         made.with_data_hooks(data_hooks)
     made.train(data, eval_ds, progress=False)
     return made
+
+
+def run_on_mesh(axis):
+    with jax.sharding.Mesh(np.array(jax.devices()[:2]), (axis,)):
+        return run()
+
+
+@pytest.mark.parametrize("every", [0, None])
+def test_without_public_data_nothing_is_evaluated(every):
+    assert run(eval_every_n_steps=every).state.step == STEPS
+
+
+def test_constants_and_stacked_layers_are_fine():
+    model = WithConstants()
+    before = np.asarray(model.table[...])
+    assert run(model=model).state.step == STEPS
+    np.testing.assert_array_equal(model.table[...], before)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -98,11 +98,12 @@ def init(
                 dtype=x.dtype.name,
             )
     axes = {path: last_two(len(x.shape)) for path, x in arrays.items()}
-    if not isinstance(example_args, Sequence) or (fun is not None and not example_args):
+    _validate.instance(Sequence, "Pass a tuple: (batch,).", example_args=example_args)
+    if fun is not None and not example_args:
         _validate.fail(
             "example_args must be the arguments of fun after the parameters. Pass a "
             "tuple: (batch,).",
-            type=type(example_args).__name__,
+            example_args=example_args,
         )
     if fun is not None:
         axes = _read_axes(fun, (params, *as_device_dtypes(example_args)), axes)

@@ -61,8 +61,9 @@ def save(
 
     Raises:
       ValueError: if a factor did not move or is not finite, if the frozen parameters
-        were changed, or if the files do not load as the same adapters. The message
-        names the array.
+        were changed, or if an entry of `config` stands for another kind of adapters;
+        then nothing is written. Also if the files do not load as the same adapters.
+        The message names the array.
       ModuleNotFoundError: if the package safetensors is not installed.
     """
     _validate.optional(functools.partial(_validate.function, "path", "layer"))(
@@ -112,11 +113,19 @@ def save(
         "arrays": fingerprint(arrays),
     }
     metadata = {"format": "pt", "dpmp": json.dumps(ours)}
+    content = _peft.make_config(adapters.rank, adapters.alpha, parts, config)
+    _peft.check_config(content, parts, "config")
+    try:
+        text = json.dumps(content, indent=2)
+    except (TypeError, ValueError):
+        _validate.fail(
+            "config must have values that JSON has. Use texts and numbers.",
+            config=config,
+        )
     folder = pathlib.Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / _ARRAYS, _safetensors().numpy.save(arrays, metadata))
-    content = _peft.make_config(adapters.rank, adapters.alpha, parts, config)
-    _write(folder / _CONFIG, json.dumps(content, indent=2).encode())
+    _write(folder / _CONFIG, text.encode())
     saved = load(folder, params)
     same = jax.tree.map(np.array_equal, adapters.factors, saved.factors)
     if saved.scale != adapters.scale or not all(jax.tree.leaves(same)):

@@ -1,5 +1,6 @@
 """Names of the arrays of a model, and functions that select arrays by name."""
 
+import collections
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ def path_of(keys: Sequence[Any]) -> str:
 def by_path(
     tree: PyTree, is_leaf: Callable[[Any], bool] | None = is_quantised
 ) -> dict[str, Any]:
-    """The arrays of a tree by their names; raises ValueError for None.
+    """The arrays of a tree by their names; raises ValueError if two have the same one.
 
     A quantised array counts as one, unless `is_leaf` says otherwise.
     """
@@ -34,7 +35,15 @@ def by_path(
             params=None,
         )
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
-    return {path_of(keys): leaf for keys, leaf in leaves}
+    arrays = {path_of(keys): leaf for keys, leaf in leaves}
+    if len(arrays) < len(leaves):
+        counts = collections.Counter(path_of(keys) for keys, _ in leaves)
+        _validate.fail(
+            'every array must have a name of its own. The keys "a/b" and "a", "b" are '
+            "the same name: rename one of them.",
+            same_names=[name for name, number in counts.items() if number > 1],
+        )
+    return arrays
 
 
 def map_by_path(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:

@@ -167,6 +167,20 @@ def _stacked(blocks: Sequence[np.ndarray], shape: Sequence[int]) -> jax.Array:
     return jnp.asarray(np.stack([x.T for x in blocks]).reshape(shape), jnp.float32)
 
 
+# Entries of a configuration that are for other changes than a sum of two factors.
+_OTHER_FORMS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "layer_replication",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_qalora",
+)
+# First factors that leave the base model as it was; others (PiSSA) change it too.
+_FIRST_FACTORS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
 def make_config(
     rank: int, alpha: float, parts: Parts, more: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -193,12 +207,15 @@ def check_config(config: Any, parts: Parts, file: str) -> tuple[int, float]:
         )
     rank = _validate.positive_integer(r=config["r"], fix=f"Repair {file}.")
     alpha = _validate.positive(lora_alpha=config["lora_alpha"], fix=f"Repair {file}.")
-    for name, value in _fixed_entries(rank, alpha, parts).items():
+    entries = _fixed_entries(rank, alpha, parts)
+    if config.get("init_lora_weights") not in _FIRST_FACTORS:
+        entries["init_lora_weights"] = True
+    for name, value in {**dict.fromkeys(_OTHER_FORMS), **entries}.items():
         given = config.get(name, value)
         if given != value and (given or value):
             _validate.fail(
-                f"only adapters with {name}={value!r} can be loaded. Merge these ones "
-                "with PEFT.",
+                f"adapters of dpmp have {name}={value!r}. Leave the entry out, or "
+                "merge these adapters with PEFT.",
                 file=file,
                 **{name: given},
             )

@@ -8,6 +8,7 @@ refused.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -53,7 +54,7 @@ def run_with_targets(
             factors = () if adapters is None else _factors(adapters, path, ndim)
             origins = tuple((axis,) for axis in range(ndim))
             values[i] = View(values[i], factors, origins, by_name[path])
-    outputs = _run(closed, values)
+    outputs = _run_to_arrays(closed, values)
     unused = [target.path for target in targets if not target.is_used]
     if unused:
         _validate.fail(
@@ -80,7 +81,12 @@ def _run(closed: Any, values: Sequence[Any]) -> list[Any]:
             view = next(x for x in values if isinstance(x, View))
             _refuse(eqn, view, str(reason))
 
-    outputs = interpreter.run(closed, values, evaluate)
+    return interpreter.run(closed, values, evaluate)
+
+
+def _run_to_arrays(closed: Any, values: Sequence[Any]) -> list[Any]:
+    """Refuses a target among the outputs, whose change would be lost."""
+    outputs = _run(closed, values)
     for x in outputs:
         if isinstance(x, View):
             _refuse(None, x, "returns it")
@@ -91,12 +97,14 @@ def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     if name == primitives.COND:
         branches = map(interpreter.inline, eqn.params["branches"])
-        return jax.lax.switch(values[0], [_runs(x) for x in branches], *values[1:])
+        runs = [functools.partial(_apply, _run_to_arrays, x) for x in branches]
+        return jax.lax.switch(values[0], runs, *values[1:])
     if (loop := bodies.as_loop(eqn)) is not None:
         return _scan(eqn, values, loop)
     if (found := bodies.as_rematerialised(eqn)) is not None:
         body, wrap = found
-        return wrap(_runs(body))(*values)
+        # It may return a target: `nnx.remat` returns all parameters of its module.
+        return wrap(functools.partial(_apply, _run, body))(*values)
     values = list(map(_dequantised, values))
     views = [x for x in values if isinstance(x, View)]
     if not views:
@@ -115,8 +123,8 @@ def _dequantised(x: Any) -> Any:
     return dequantised(x)
 
 
-def _runs(closed: Any) -> Callable[..., list[Any]]:
-    return lambda *values: _run(closed, values)
+def _apply(run: Callable[..., list[Any]], closed: Any, *values: Any) -> list[Any]:
+    return run(closed, values)
 
 
 def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
@@ -140,7 +148,7 @@ def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
             dataclasses.replace(x, origins=x.origins[1:]) if isinstance(x, View) else x
             for x in xs
         ]
-        outputs = _run(loop.body, [*consts, *carry, *slices])
+        outputs = _run_to_arrays(loop.body, [*consts, *carry, *slices])
         return outputs[: loop.num_carry], outputs[loop.num_carry :]
 
     carry, ys = jax.lax.scan(body, carry, xs, **loop.options)
@@ -149,6 +157,8 @@ def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
 
 def _same(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     """Changes no axis: a cast, a copy, a name. The factors keep their dtype."""
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+        raise CannotFollowError("rounds it to integers")
     # An operation on several operands at once returns as many.
     return [
         dataclasses.replace(x, array=array) if isinstance(x, View) else array
@@ -248,6 +258,8 @@ def _refuse(eqn: Any, view: View, reason: str) -> NoReturn:
             " The kernel of a convolution has no adapter: keep it frozen, or train all "
             "of it beside the adapters (docs/lora.md)."
         )
+    elif operation == primitives.STOP_GRADIENT:
+        advice = " Or remove stop_gradient: dpmp keeps the array itself frozen."
     elif operation == primitives.GATHER:
         advice = " A table has no adapter, because its rows are looked up."
     elif view.factors:  # there are none in lora.init, which was given the function

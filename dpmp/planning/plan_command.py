@@ -69,9 +69,12 @@ def add_plan_command(commands: Any) -> None:
 def _count(text: str) -> int:
     """A positive integer, which may be written as 8e9."""
     try:
-        return _validate.positive_integer(number=int(float(text)))
+        number = float(text)
+        return _validate.positive_integer(
+            number=int(number) if number.is_integer() else number
+        )
     except (ValueError, OverflowError):
-        message = f"{text} must be a number of at least 1, such as 1e9"
+        message = f"{text} must be a number of at least 1, whole, such as 1e9"
         raise argparse.ArgumentTypeError(message) from None
 
 
@@ -119,7 +122,9 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
             )
         yield _answers.about(model)
     yield f"Comparing batch sizes for epsilon {args.epsilon:g} at delta {args.delta:g}:"
-    processed = args.num_processed or args.epochs * args.num_examples
+    processed = args.num_processed
+    if processed is None:
+        processed = args.epochs * args.num_examples
     if args.steps and args.batch_size:
         processed = args.steps * args.batch_size
     relation = dp_accounting.NeighboringRelation[args.neighboring_relation]

@@ -216,8 +216,7 @@ class Loader:
     def one_by_one(self, indices: np.ndarray) -> PyTree:
         """The rows as the source has them, from one call for each index."""
         # Copies, because a source may return one buffer for all of its rows.
-        asked = (as_arrays(self.ask(int(i))) for i in indices)
-        rows = [jax.tree.map(np.array, row) for row in asked]
+        rows = [jax.tree.map(np.array, as_arrays(self.ask(int(i)))) for i in indices]
         if any(_described(row) != _described(rows[0]) for row in rows):
             raise _validate.RefusedError(_NOT_ALIKE)
         return jax.tree.map(lambda *xs: np.stack(xs), *rows)

@@ -98,8 +98,9 @@ def report_of(
 ) -> dict[str, Any]:
     """Everything that the documents show, for JSON."""
     # The names alone: the report goes to others.
-    paths = {pathlib.Path(x).name: pathlib.Path(x) for x in directories}
-    ledgers = {pathlib.Path(x).name: y for x, y in read_ledgers(directories).items()}
+    paths = {x.resolve().name: x for x in map(pathlib.Path, directories)}
+    read = read_ledgers(directories)
+    ledgers = {pathlib.Path(x).resolve().name: y for x, y in read.items()}
     if len(ledgers) != len(directories):
         _validate.fail(
             "directories must have different names, by which the report calls them. "
@@ -131,8 +132,14 @@ def report_of(
 
 def _remarks(report: dict[str, Any]) -> list[str]:
     """What an approver must see first."""
+    found = []
+    if report["epsilon"] is None:
+        found.append(
+            "NO PRIVACY IS CLAIMED: steps were made without clipping or noise, or with "
+            "too little noise for a finite epsilon at this delta."
+        )
     failed = [x["file"] for x in report["checks"] if x["passed"] < x["number"]]
-    found = [f"A CHECK FAILED, see {x}: the claim may be false." for x in failed]
+    found += [f"A CHECK FAILED, see {x}: the claim may be false." for x in failed]
     found += [
         f"ANOTHER CHECKPOINT: the files after step {x['step']} in {path} are not those "
         "that the ledger released."

@@ -42,6 +42,8 @@ def _parameters(report: dict[str, Any]) -> str:
 
 def headline(report: dict[str, Any]) -> str:
     """The claim in one line."""
+    if report["epsilon"] is None:
+        return "Trained without a claim of differential privacy"
     return (
         f"Trained with differential privacy: {_parameters(report)}, for "
         f"{report['protected_unit']} of the training data"
@@ -50,8 +52,9 @@ def headline(report: dict[str, Any]) -> str:
 
 def _meaning(report: dict[str, Any]) -> str:
     """The claim in words; without an epsilon, nothing is claimed."""
-    epsilon = math.inf if report["epsilon"] is None else report["epsilon"]
-    sure = math.ceil(1e4 / (1 + math.exp(-epsilon))) / 100
+    if report["epsilon"] is None:
+        return "Nothing is claimed: the model may reveal any of its training data."
+    sure = math.ceil(1e4 / (1 + math.exp(-report["epsilon"]))) / 100
     return (
         "For two datasets that differ in one example, the probability of any released "
         f"model on one is at most exp({digits_of(report['epsilon'])}) times its "

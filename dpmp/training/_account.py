@@ -14,6 +14,7 @@ import numpy as np
 
 from dpmp import _processes, _validate, runs
 from dpmp._warnings import warn
+from dpmp.accounting import round_up
 from dpmp.mechanism import DPSGD
 from dpmp.training._agreement import check_same_past
 from dpmp.training._state import TrainingState
@@ -84,22 +85,23 @@ class Account:
                 epsilon_budget=epsilon_budget,
             )
         if end < stop:
+            spent = round_up(self.epsilon(end))
             warn(
                 f"the budget of epsilon {epsilon_budget} ends the run after step {end} "
-                f"of {stop}. {_SEE_THE_LEDGER}"
+                f"of {stop}, with epsilon {spent} spent. {_SEE_THE_LEDGER}"
             )
         return dataclasses.replace(self, end=end)
 
     def _warn_of_longer_plan(self, stop: int) -> None:
-        """Warns if a run goes on after the last step that was planned."""
+        """Warns if a run is to make more steps than were planned."""
         cost = self.mechanism.step_cost
         planned = [x.planned for x in self.of_state.segments if x.cost == cost]
-        if planned and max(planned) <= self.start < stop:
+        if planned and max(planned) < self.end and self.start < stop:
             warn(
-                f"all {max(planned)} planned steps were made, and the run goes on. If "
-                "their results had a part in that, epsilon of all steps may not be "
-                "claimed: claim an epsilon_budget that you had fixed before the first "
-                "step. docs/guarantees.md has the reason."
+                f"the run was planned for {max(planned)} steps, and now for "
+                f"{self.end}. If the results of its steps had a part in that, epsilon "
+                "of all steps may not be claimed: claim an epsilon_budget that you had "
+                "fixed before the first step. docs/guarantees.md has the reason."
             )
 
     def segment(self, start: int, stop: int) -> runs.Segment:

@@ -280,9 +280,9 @@ class Step:
                 )
         except TypeError as error:
             _validate.fail(
-                "optimizer.update must be a function of (updates, state, params). A "
-                "line search needs losses, which have no noise: use an optimizer "
-                "without it, such as optax.adam(1e-3).",
+                "optimizer.update must be a function of (updates, state, params). An "
+                "optimizer that asks for losses, as a line search does, cannot have "
+                "them, because they have no noise: use optax.adam(1e-3), say.",
                 reason=str(error),
             )
         # Some nodes, such as modules of NNX, are equal to themselves alone.

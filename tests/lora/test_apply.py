@@ -71,6 +71,26 @@ def test_both_engines_clip_the_gradients_of_adapters(name):
     assert_trees_close(*sums, rtol=2e-5)
 
 
+def test_a_rematerialised_function_may_return_a_target():
+    """As `nnx.remat` does, which returns all parameters of its module."""
+    params, x = {"w": normal(0, 12, 12)}, normal(1, 5, 12)
+
+    def fun(params, x):
+        layer = jax.checkpoint(lambda w, x: (w, jnp.tanh(x @ w)))
+        w, x = layer(params["w"], x)
+        return jnp.sum(x @ w.T)
+
+    initial = lora.init(KEY, params, 2, "w", fun=fun, example_args=(x,))
+    adapters = jax.tree.map(lambda x: x + 0.1, initial)
+    expected, slope = jax.value_and_grad(
+        lambda adapters: fun(lora.merge(params, adapters), x)
+    )(adapters)
+    given = jax.value_and_grad(lora.apply(fun, params))(adapters, x)
+    assert_trees_close(
+        (given[0], given[1].factors), (expected, slope.factors), rtol=1e-5
+    )
+
+
 def test_no_gradient_is_as_large_as_the_target():
     subject, adapters = SUBJECTS["turned"](), adapters_of("turned")
     adapted = lora.apply(subject.loss_fn, subject.params)
@@ -195,6 +215,14 @@ REFUSED = {
     "is multiplied with itself": (lambda p, x: jnp.sum(p["w"] @ p["w"].T), USE),
     "is summed over in part": (summed_in_part, USE),
     "is a kernel": (convolved, KERNEL),
+    "is rounded": (
+        lambda p, x: jnp.sum(x @ p["w"].astype(jnp.int8).astype(jnp.float32)),
+        "rounds it to integers",
+    ),
+    "is stopped": (
+        lambda p, x: jnp.sum(x @ jax.lax.stop_gradient(p["w"])),
+        "Or remove stop_gradient",
+    ),
     "is divided by": (lambda p, x: jnp.sum(x @ (1.0 / p["w"])), USE),
 }
 

@@ -193,8 +193,10 @@ DAMAGES = [
     (edit(r=3), MATRICES),
     (edit(peft_type="IA3"), "peft_type='LORA'"),
     (edit(use_rslora=True), "use_rslora=False"),
-    (edit(rank_pattern={"up": 5}), "only adapters with rank_pattern="),
-    (edit(alpha_pattern={"up": 5}), "only adapters with alpha_pattern="),
+    (edit(rank_pattern={"up": 5}), "adapters of dpmp have rank_pattern="),
+    (edit(alpha_pattern={"up": 5}), "adapters of dpmp have alpha_pattern="),
+    (edit(init_lora_weights="pissa"), "init_lora_weights=True"),
+    (edit(layer_replication=[[0, 2]]), "layer_replication=None"),
     (edit(lora_alpha=16), r"changed=\['alpha'\]"),
     (edit(lora_alpha=None), "lora_alpha must be"),
     (edit_arrays(with_two_exchanged), r"changed=\['arrays'\]"),
@@ -209,6 +211,23 @@ def test_damaged_adapters_are_refused(damage, message, tmp_path):
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
         lora.load(tmp_path, DECODER.params)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bias": "all"}, "adapters of dpmp have bias='none'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights=True"),
+        ({"task_type": object()}, "values that JSON has"),
+        ({"r": 3}, "entries that dpmp does not write itself"),
+    ],
+)
+def test_a_refused_configuration_leaves_what_was_saved(config, message, tmp_path):
+    adapters = saved(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        lora.save(tmp_path, adapters, DECODER.params, initial=None, config=config)
+    restored = lora.load(tmp_path, DECODER.params)
+    jax.tree.map(np.testing.assert_array_equal, restored, adapters)
 
 
 def with_factors(adapters, path, **changed):
@@ -287,3 +306,7 @@ def test_partition_and_combine():
         lora.combine(params, frozen)
     with pytest.raises(ValueError, match="got trainable='bias'"):
         lora.partition(params, "bias")
+    with pytest.raises(
+        ValueError, match=r"a name of its own; got same_names=\['a/b'\]"
+    ):
+        lora.partition({"a/b": params["embed"], "a": {"b": params["embed"]}}, "a/b")

@@ -99,6 +99,11 @@ REFUSED = {
 }
 
 
+def test_another_byte_order_is_refused_by_its_name():
+    with pytest.raises(ValueError, match=r"column=\"\['x'\]\".*newbyteorder"):
+        loader_of({"x": np.ones((12, 2), np.dtype(np.float32).newbyteorder())}, 12)
+
+
 def test_a_sparse_matrix_of_jax_is_refused():
     matrix = sparse.BCOO.fromdense(np.eye(12, dtype=np.float32), n_batch=1)
     with pytest.raises(ValueError, match=r"column=\"\['x'\]\".*make sparse matrices"):

@@ -234,7 +234,13 @@ class PanicError(BaseException):
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("record 7"), MemoryError("(37, 3)"), PanicError("record 7")]
+    "error",
+    [
+        ValueError("record 7"),
+        MemoryError("(37, 3)"),
+        PanicError("record 7"),
+        StopIteration("record 7"),
+    ],
 )
 def test_the_error_of_a_lazy_row_is_not_shown(error):
     load = loader_of(Singles(lambda x: {**x, "x": Lazy(error)}), 12)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 import re
 
 import dp_accounting
@@ -153,6 +154,22 @@ def test_a_check_says_whether_it_attacked_the_mechanism_of_the_runs(
 def test_a_delta_that_is_too_large_for_the_data_is_the_first_that_is_read(files):
     remarks = files("--delta", "0.001")[-1]
     assert remarks.startswith("DELTA IS TOO LARGE: publishing one of the 1000 exa")
+
+
+def test_a_run_without_noise_is_not_called_private(directory, files):
+    plain = MECHANISM.without_privacy()
+    Ledger(directory).append(charged(4, 5, mechanism=plain))
+    content, page, card, remarks = files()
+    assert remarks.startswith("NO PRIVACY IS CLAIMED")
+    assert json.loads(content)["epsilon"] is None
+    for text in (page, card):
+        assert "Trained without a claim of differential privacy" in text
+        assert "Trained with differential privacy" not in text
+
+
+def test_a_report_from_inside_a_directory_has_its_name(directory, monkeypatch):
+    monkeypatch.chdir(directory)
+    assert report_of([pathlib.Path()])["num_examples"] == {directory.name: 1000}
 
 
 @pytest.mark.parametrize("relation", dp_accounting.NeighboringRelation)

@@ -66,19 +66,22 @@ def test_a_budget_limits_what_is_planned_of_a_second_cost(tmp_path):
     budget = guarantee_of_stages([{costs[0]: 7}, {costs[1]: 3}], delta=DELTA)
     fit(first, tmp_path, stop_at=2)
     for _ in range(2):
-        with pytest.warns(UserWarning, match="ends the run after step 5 of 7"):
+        with pytest.warns(UserWarning, match="step 5 of 7, with epsilon .* spent"):
             state = fit(second, tmp_path, epsilon_budget=budget.epsilon)
         assert int(state.step) == num_paid(tmp_path) == 5
         assert epsilon_of(tmp_path) == budget.epsilon
         assert second.guarantee(state).epsilon == budget.epsilon
 
 
-def test_a_run_that_goes_on_after_its_plan_is_warned_of_without_a_budget(tmp_path):
+@pytest.mark.filterwarnings("error")
+def test_a_longer_plan_is_warned_of_without_a_budget(tmp_path):
     fit(fresh_trainer(), tmp_path, stop_at=3)
     fit(fresh_trainer(), tmp_path)  # the rest of the plan
     fit(fresh_trainer(), tmp_path)  # nothing
     longer = new_trainer(iterations=9)
     fit(longer, tmp_path, stop_at=8, epsilon_budget=100.0)
-    fit(longer, tmp_path)  # the rest of the new plan
-    with pytest.warns(UserWarning, match="all 9 planned steps were made"):
-        fit(new_trainer(iterations=10), tmp_path)
+    for before, now in ((9, 10), (10, 12)):  # with a planned step left, and without
+        longer = new_trainer(iterations=now)
+        with pytest.warns(match=f"planned for {before} steps, and now for {now}"):
+            fit(longer, tmp_path, stop_at=now - 1)
+        fit(longer, tmp_path)  # the rest of the new plan
