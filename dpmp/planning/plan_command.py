@@ -111,6 +111,11 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> Iterator[str]:
             "--config, or leave these out.",
             **unused,
         )
+    if args.output and not args.output.parent.is_dir():
+        _validate.fail(
+            "the picture must be written to a directory that exists. Make it first.",
+            output=str(args.output),
+        )
     if model is not None:
         fix = "For a GPU with 24 GB pass --memory 18, which jax takes by default."
         _validate.positive(memory=args.memory, fix=fix)

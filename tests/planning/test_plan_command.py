@@ -242,6 +242,7 @@ def test_a_decoder_has_the_size_that_is_asked_for():
         ("--rank 0", "0 must be a number of at least 1"),
         ("--batch-size 2.7", "2.7 must be a number of at least 1"),
         ("--processed 0", "num_processed must be"),
+        ("--output missing/plan.png", "a directory that exists"),
         ("--rate 40", "40 must be a number with its unit"),
         ("--config config.json --memory 24", "must have no mixtures of experts"),
     ],
