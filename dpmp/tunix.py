@@ -405,13 +405,18 @@ def _remembered(model: Any) -> dict[str, Any]:
 
 def _check_memory(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raises ValueError for a model that remembers earlier batches."""
-    changed = [name for name, x in before.items() if after.get(name) is not x]
+    changed = [
+        name
+        for name, x in before.items()
+        if after.get(name) is not x or isinstance(x, jax.Ref)
+    ]
     if changed:
         _validate.fail(
             "a model must not remember earlier batches: that memory would not be "
             "private, and it stays as it was. Use layers without averages over "
             "batches, and scales that are computed anew (no act_static_scale of qwix). "
-            "Caches and intermediates of earlier calls must be removed by nnx.pop",
+            "Remove caches and intermediates of earlier calls by nnx.pop. nnx.jit and "
+            "nnx.remat change all variables of a module: pass constants beside it",
             changed=changed,
         )
 

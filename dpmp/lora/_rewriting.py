@@ -157,13 +157,15 @@ def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
 
 def _same(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:
     """Changes no axis: a cast, a copy, a name. The factors keep their dtype."""
-    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
-        raise CannotFollowError("rounds it to integers")
     # An operation on several operands at once returns as many.
-    return [
+    outputs = [
         dataclasses.replace(x, array=array) if isinstance(x, View) else array
         for x, array in zip(values, arrays, strict=True)
     ]
+    views = [x for x in outputs if isinstance(x, View)]
+    if not all(jnp.issubdtype(x.array.dtype, jnp.floating) for x in views):
+        raise CannotFollowError("rounds it to integers")
+    return outputs
 
 
 def _transpose(eqn: Any, values: list[Any], view: View, arrays: list[Any]) -> list[Any]:

@@ -98,14 +98,14 @@ def report_of(
 ) -> dict[str, Any]:
     """Everything that the documents show, for JSON."""
     # The names alone: the report goes to others.
-    paths = {x.resolve().name: x for x in map(pathlib.Path, directories)}
+    paths = {x.absolute().name: x for x in map(pathlib.Path, directories)}
     read = read_ledgers(directories)
-    ledgers = {pathlib.Path(x).resolve().name: y for x, y in read.items()}
+    ledgers = {pathlib.Path(x).absolute().name: y for x, y in read.items()}
     if len(ledgers) != len(directories):
         _validate.fail(
             "directories must have different names, by which the report calls them. "
             "Rename one of them.",
-            directories=[x.name for x in directories],
+            directories=[x.absolute().name for x in directories],
         )
     summary, total = summary_of(ledgers, delta), total_of(ledgers)
     pairs = ((x, total.guarantee(delta=x).epsilon) for x in _DELTAS)

@@ -124,7 +124,12 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             "Trust model",
             "central: whoever trains sees the data, and releases the model",
         ),
-        ("Mechanism", "DP-SGD: per-example clipping, Gaussian noise in integers"),
+        (
+            "Mechanism",
+            "training steps, whose clipping and noise give no claim"
+            if report["epsilon"] is None
+            else "DP-SGD: per-example clipping, Gaussian noise in integers",
+        ),
         ("Steps that were paid for", "; ".join(steps)),
         ("Composition", composition),
         ("Accountant", report["accountant"]),

@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import dataclasses
+import math
 import os
 import threading
 import weakref
@@ -85,7 +86,7 @@ class Account:
                 epsilon_budget=epsilon_budget,
             )
         if end < stop:
-            spent = round_up(self.epsilon(end))
+            spent = round_up(epsilon_until(end))
             warn(
                 f"the budget of epsilon {epsilon_budget} ends the run after step {end} "
                 f"of {stop}, with epsilon {spent} spent. {_SEE_THE_LEDGER}"
@@ -95,11 +96,14 @@ class Account:
     def _warn_of_longer_plan(self, stop: int) -> None:
         """Warns if a run is to make more steps than were planned."""
         cost = self.mechanism.step_cost
-        planned = [x.planned for x in self.of_state.segments if x.cost == cost]
-        if planned and max(planned) < self.end and self.start < stop:
+        # Without those that failed after the state, and are made again.
+        made = [x for x in self.of_state.segments if x.stop <= self.start]
+        before = max((x.planned for x in made if x.cost == cost), default=math.inf)
+        now = runs.Spent(tuple(made)).count(cost) + self.end - self.start
+        if before < now and self.start < stop:
             warn(
-                f"the run was planned for {max(planned)} steps, and now for "
-                f"{self.end}. If the results of its steps had a part in that, epsilon "
+                f"the run was planned for {before} steps with this mechanism, and now "
+                f"for {now}. If the results of its steps had a part in that, epsilon "
                 "of all steps may not be claimed: claim an epsilon_budget that you had "
                 "fixed before the first step. docs/guarantees.md has the reason."
             )

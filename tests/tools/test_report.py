@@ -165,6 +165,7 @@ def test_a_run_without_noise_is_not_called_private(directory, files):
     for text in (page, card):
         assert "Trained without a claim of differential privacy" in text
         assert "Trained with differential privacy" not in text
+        assert "per-example clipping" not in text
 
 
 def test_a_report_from_inside_a_directory_has_its_name(directory, monkeypatch):

@@ -1,12 +1,15 @@
 """What a run costs, and how many of its steps a budget allows."""
 
 import math
+import re
 
 import pytest
 from ledgers import MECHANISM
 from small_runs import (
     ANOTHER_MECHANISM,
     DELTA,
+    FailureError,
+    Source,
     epsilon_of,
     fit,
     fresh_trainer,
@@ -15,6 +18,7 @@ from small_runs import (
     num_paid,
 )
 
+from dpmp.accounting import round_up
 from dpmp.mechanism import guarantee_of_stages
 from dpmp.runs import Spent
 from dpmp.training._account import Account
@@ -66,14 +70,14 @@ def test_a_budget_limits_what_is_planned_of_a_second_cost(tmp_path):
     budget = guarantee_of_stages([{costs[0]: 7}, {costs[1]: 3}], delta=DELTA)
     fit(first, tmp_path, stop_at=2)
     for _ in range(2):
-        with pytest.warns(UserWarning, match="step 5 of 7, with epsilon .* spent"):
+        spent = re.escape(round_up(budget.epsilon))
+        with pytest.warns(match=f"after step 5 of 7, with epsilon {spent} spent"):
             state = fit(second, tmp_path, epsilon_budget=budget.epsilon)
         assert int(state.step) == num_paid(tmp_path) == 5
         assert epsilon_of(tmp_path) == budget.epsilon
         assert second.guarantee(state).epsilon == budget.epsilon
 
 
-@pytest.mark.filterwarnings("error")
 def test_a_longer_plan_is_warned_of_without_a_budget(tmp_path):
     fit(fresh_trainer(), tmp_path, stop_at=3)
     fit(fresh_trainer(), tmp_path)  # the rest of the plan
@@ -82,6 +86,23 @@ def test_a_longer_plan_is_warned_of_without_a_budget(tmp_path):
     fit(longer, tmp_path, stop_at=8, epsilon_budget=100.0)
     for before, now in ((9, 10), (10, 12)):  # with a planned step left, and without
         longer = new_trainer(iterations=now)
-        with pytest.warns(match=f"planned for {before} steps, and now for {now}"):
+        said = f"planned for {before} steps with this mechanism, and now for {now}"
+        with pytest.warns(match=said):
             fit(longer, tmp_path, stop_at=now - 1)
         fit(longer, tmp_path)  # the rest of the new plan
+
+
+@ANOTHER_MECHANISM
+@pytest.mark.filterwarnings("ignore:the ledger has paid")
+def test_another_mechanism_or_an_error_makes_no_longer_plan(tmp_path):
+    fit(fresh_trainer(), tmp_path, stop_at=2)
+    second = noisier_trainer()
+    fit(second, tmp_path, stop_at=3)
+
+    def fail():
+        raise FailureError
+
+    with pytest.raises(RuntimeError):
+        fit(second, tmp_path, data=Source(2, fail))
+    for stop in (5, 7):
+        fit(second, tmp_path, stop_at=stop)
