@@ -416,7 +416,7 @@ def _check_memory(before: dict[str, Any], after: dict[str, Any]) -> None:
             "private, and it stays as it was. Use layers without averages over "
             "batches, and scales that are computed anew (no act_static_scale of qwix). "
             "Remove caches and intermediates of earlier calls by nnx.pop. nnx.jit and "
-            "nnx.remat change all variables of a module: pass constants beside it",
+            "nnx.remat change all variables of a module: pass constants beside it.",
             changed=changed,
         )
 
