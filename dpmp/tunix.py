@@ -415,8 +415,8 @@ def _check_memory(before: dict[str, Any], after: dict[str, Any]) -> None:
             "a model must not remember earlier batches: that memory would not be "
             "private, and it stays as it was. Use layers without averages over "
             "batches, and scales that are computed anew (no act_static_scale of qwix). "
-            "Remove caches and intermediates of earlier calls by nnx.pop. nnx.jit and "
-            "nnx.remat change all variables of a module: pass constants beside it.",
+            "Remove caches and intermediates of earlier calls by nnx.pop. A variable "
+            "that passes through nnx.jit or nnx.remat counts as changed: keep it out.",
             changed=changed,
         )
 

@@ -435,6 +435,18 @@ class WithMemory(WithDropout):
         return self.norm(self.embed(tokens)), None
 
 
+class WithReference(WithDropout):
+    """Memory that is changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = nnx.Variable(jnp.zeros(()), ref=True)
+
+    def __call__(self, tokens, *_):
+        self.calls[...] += 1.0
+        return self.embed(tokens), None
+
+
 class WithConstants(WithDropout):
     """A table, and stacked layers whose dropout has a stack of keys."""
 
@@ -466,6 +478,7 @@ REFUSED = {
         "must come with a checkpoint_root_directory",
     ),
     "memory": (lambda: run(model=WithMemory()), r"changed=.*norm.*mean"),
+    "memory in place": (lambda: run(model=WithReference()), r"changed=.*calls"),
     "evaluation that never comes": (
         lambda: run([row(DATA, 0)], eval_every_n_steps=0),
         "eval_every_n_steps must be",

@@ -71,7 +71,8 @@ def test_a_budget_limits_what_is_planned_of_a_second_cost(tmp_path):
     fit(first, tmp_path, stop_at=2)
     for _ in range(2):
         spent = re.escape(round_up(budget.epsilon))
-        with pytest.warns(match=f"after step 5 of 7, with epsilon {spent} spent"):
+        said = f"ends the run after step 5 of 7, with epsilon {spent} spent"
+        with pytest.warns(UserWarning, match=said):
             state = fit(second, tmp_path, epsilon_budget=budget.epsilon)
         assert int(state.step) == num_paid(tmp_path) == 5
         assert epsilon_of(tmp_path) == budget.epsilon
@@ -87,7 +88,7 @@ def test_a_longer_plan_is_warned_of_without_a_budget(tmp_path):
     for before, now in ((9, 10), (10, 12)):  # with a planned step left, and without
         longer = new_trainer(iterations=now)
         said = f"planned for {before} steps with this mechanism, and now for {now}"
-        with pytest.warns(match=said):
+        with pytest.warns(UserWarning, match=said):
             fit(longer, tmp_path, stop_at=now - 1)
         fit(longer, tmp_path)  # the rest of the new plan
 

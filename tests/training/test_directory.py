@@ -370,7 +370,8 @@ def test_other_training_at_the_same_cost_goes_on(tmp_path):
         l2_clip_norm=2.0,
         iterations=10,  # more of them are one composition with these
     )
-    with pytest.warns(match="planned for 7 steps with this mechanism, and now for 10"):
+    said = "planned for 7 steps with this mechanism, and now for 10"
+    with pytest.warns(UserWarning, match=said):
         state = fit(trainer, tmp_path)
     assert num_paid(tmp_path) == num_of_state(state) == 10
     epsilon = trainer.mechanism.guarantee().epsilon

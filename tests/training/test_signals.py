@@ -249,7 +249,7 @@ def test_a_process_whose_source_hangs_ends_after_sigterm(tmp_path):
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - begin < 40  # the source would hang for 600
+    assert time.monotonic() - begin < 15
     assert process.returncode == 128 + signal.SIGTERM
     assert "Run the same program again" in errors
     assert num_paid(tmp_path) == checkpoints(tmp_path)[-1] == 4
