@@ -139,7 +139,13 @@ def _describe_strategy(mechanism: Any) -> str:
 def _describe_number(mechanism: Any) -> str:
     """Says who knows the number of examples."""
     if not mechanism.hides_size:
-        return f"The number of examples, {mechanism.num_examples}, is public."
+        text = f"The number of examples, {mechanism.num_examples}, is public."
+        if mechanism.delta >= 1 / mechanism.num_examples:
+            text += (
+                " Delta is too large: publishing one random example would satisfy it. "
+                "Use a tenth of 1 over that number, or less."
+            )
+        return text
     text = (
         "The number of examples is protected too. The sampling probability, the batch "
         "sizes, the steps and the noise are public, and the claim assumes that they "

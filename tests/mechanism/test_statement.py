@@ -157,3 +157,13 @@ def test_a_limit_by_which_epsilon_shows_a_protected_number_is_said(limit, is_sho
     given = {"sampling_prob": 0.05, "truncated_batch_size": limit, "iterations": 10}
     statement = statement_of(make_mechanism(neighboring_relation=relation, **given))
     assert ("depend on that number" in statement) == is_shown
+
+
+@pytest.mark.parametrize(("delta", "is_said"), [(1e-3, True), (0.99e-3, False)])
+def test_a_delta_that_one_random_example_satisfies_is_said(delta, is_said):
+    statement = statement_of(make_mechanism(delta=delta))
+    assert ("publishing one random example would satisfy it" in statement) == is_said
+    # Not where it would say how many examples there are.
+    relation = RELATIONS.ADD_OR_REMOVE_ONE
+    hidden = make_mechanism(delta=delta, neighboring_relation=relation)
+    assert "Delta" not in statement_of(hidden)
