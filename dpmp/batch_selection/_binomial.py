@@ -5,25 +5,8 @@ w(k) = 2^256 p(k) / p(mode). The ratio of two neighbouring p(k) is a fraction of
 integers. So the table starts with the weight W(mode) = 2^256, multiplies it by one
 ratio after the other in both directions, and rounds each product down to an integer. It
 stops where a weight is zero. A count is then drawn with a probability proportional to
-its weight.
-
-*Total variation.* Outwards from the mode, all ratios are at most 1. So each of them
-shrinks the error of the weight before it, and rounding adds less than 1: at a distance
-of j from the mode, w - j <= W <= w. Let K be the distance of the first weight of zero
-on one side, so that w <= K there. The errors of the weights before it add up to less
-than K^2. The ratios decrease outwards, and K of them have a product of at most
-K / 2^256. So the ratios beyond are at most (K / 2^256)^(1/K), which is less than
-1 - 1 / 2K for K < 2^64, and the probabilities there add up to at most 2 K^2 in units of
-w. The sum of all w is at least 2^256, and the sum of all W is less by under 6 K^2.
-Since no W exceeds its w, this bounds the total variation distance by 6 K^2 / 2^256.
-
-By Hoeffding's inequality, the probability of being j + 1 above or below the mode is at
-most exp(-2 j^2 / n). The last weight that is not zero stands for a probability of at
-least 2^-256 / (n + 1). So (K - 2)^2 <= n ln(2^256 (n + 1)) / 2, and K < 2^35 for
-n < 2^63. The distance is less than 2^-183.
-
-The uniform number that selects a count has 384 bits, and there are less than 2^36
-counts. This adds less than 2^-348.
+its weight. A uniform number of 384 bits selects the count.
+docs/proofs.md bounds the distance from the binomial distribution.
 """
 
 import bisect
@@ -34,7 +17,7 @@ from fractions import Fraction
 
 import numpy as np
 
-# A bound on the total variation distance of one draw, by the text above.
+# A bound on the total variation distance of one draw.
 SAMPLING_TOTAL_VARIATION = 2.0**-180
 
 _MODE_WEIGHT = 2**256

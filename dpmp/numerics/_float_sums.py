@@ -23,9 +23,8 @@ UNIT_ROUNDOFF = 2.0**-24
 # Float sums in book-keeping. Whoever chooses them by name sees that they have no proof.
 UNPROVED = "unproved_float32"
 
-
 # Below this, a float32 may be flushed to zero.
-_SMALLEST_NORMAL = 2.0**-126
+SMALLEST_NORMAL = 2.0**-126
 
 
 class SquaredNorm(NamedTuple):
@@ -48,7 +47,7 @@ class SquaredNorm(NamedTuple):
     @property
     def underflow(self) -> float:
         """An upper bound on the sum of squares that were flushed to zero."""
-        return max(self.num_entries, 1) * _SMALLEST_NORMAL
+        return max(self.num_entries, 1) * SMALLEST_NORMAL
 
 
 def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
