@@ -17,7 +17,6 @@ from dpmp._typing import PyTree
 from dpmp._validate import as_real
 from dpmp.accounting import DEFAULT_RELATION
 from dpmp.clipping._clipped_sum import ClippedSum, Outputs
-from dpmp.numerics import is_grid
 
 
 @dataclass(frozen=True)
@@ -183,13 +182,8 @@ def make_callable(
 
 def _specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
     """Partition specs for a sum: those of the parameters, and replicated otherwise."""
-    leaves = jax.tree.leaves(total, is_leaf=is_grid)
-    specs = [*params[: len(leaves)], *[jax.P()] * (len(leaves) - len(params))]
-    return [
-        spec
-        for leaf, spec in zip(leaves, specs, strict=True)
-        for _ in jax.tree.leaves(leaf)
-    ]
+    number = len(jax.tree.leaves(total))
+    return [*params[:number], *[jax.P()] * (number - len(params))]
 
 
 def specs_of_examples(outputs: PyTree, batch: PyTree) -> list[jax.P]:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._shards import Shards
 from dpmp.engines import GradEngine, Signature
-from dpmp.numerics import Arithmetic, is_grid, reduction
+from dpmp.numerics import Arithmetic, reduction
 
 
 class Outputs(NamedTuple):
@@ -198,8 +199,7 @@ class ClippedSum:
         def step(total, microbatch):
             def compute():
                 part, outputs = one_microbatch(*microbatch)
-                add = self.arithmetic.add
-                return jax.tree.map(add, total, part, is_leaf=is_grid), outputs
+                return jax.tree.map(operator.add, total, part), outputs
 
             if is_padding is None:
                 return compute()

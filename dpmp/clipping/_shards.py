@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
-from dpmp.numerics import Arithmetic, is_grid
+from dpmp.numerics import Arithmetic
 
 
 class _Division(NamedTuple):
@@ -122,7 +122,7 @@ class Shards:
         ) -> tuple[list[PyTree], PyTree]:
             parts = map(_as_part, arrays, self._divisions_of_kwargs)
             total, outputs = sum_part(examples, kwargs | tree.unflatten(parts))
-            leaves, structure = jax.tree.flatten(total, is_leaf=is_grid)
+            leaves, structure = jax.tree.flatten(total)
             treedef[:] = [structure]
             if len(divisions) not in (0, len(leaves)):
                 _validate.fail(

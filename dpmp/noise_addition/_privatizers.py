@@ -298,8 +298,6 @@ def _privatizer(
 
 def _specs_of_noisy(specs: Any, output: Any) -> list[jax.P]:
     """Partition specs: noisy sums and past noise are sharded as they came."""
-    sums = jax.tree.leaves(specs[0], is_leaf=is_grid)
-    of_noisy = [jax.tree.leaves(x)[0] for x in sums]
     of_past = specs[1].past
     others = len(jax.tree.leaves(output[1])) - len(of_past)
-    return [*of_noisy, *(jax.P() for _ in range(others)), *of_past]
+    return [*jax.tree.leaves(specs[0]), *[jax.P()] * others, *of_past]

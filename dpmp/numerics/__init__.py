@@ -7,9 +7,15 @@ No module here knows of privacy. Modules import only from rows below their own:
     _float_sums   _grid
     _interface
     reduction
-    _stored   packing
+    packing
 """
 
+from dpmp._fence import (
+    StoredArray,
+    at_least_float32,
+    compute_and_store,
+    floats_of,
+)
 from dpmp.numerics import packing, reduction
 from dpmp.numerics._arithmetic import (
     arithmetic_without_privacy,
@@ -41,12 +47,6 @@ from dpmp.numerics._grid import (
     unit_of,
 )
 from dpmp.numerics._interface import Arithmetic, GradientSums, PartialSums
-from dpmp.numerics._stored import (
-    StoredArray,
-    at_least_float32,
-    compute_and_store,
-    floats_of,
-)
 from dpmp.numerics.reduction import indices_of_block, rows_of_block
 
 __all__ = [

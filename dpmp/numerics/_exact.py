@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpmp._fence import StoredArray
 from dpmp.numerics import reduction
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, GridSums
 from dpmp.numerics._interface import GradientSums
-from dpmp.numerics._stored import StoredArray
 
 _FRACTION_BITS = 8
 _WEYL_STEP = np.uint32(0x9E3779B1)  # 2^32 over the golden ratio

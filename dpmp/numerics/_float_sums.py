@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _meshes, _validate
+from dpmp._fence import StoredArray
 from dpmp.numerics import reduction
 from dpmp.numerics._interface import GradientSums, PartialSums
-from dpmp.numerics._stored import StoredArray
 
 UNIT_ROUNDOFF = 2.0**-24
 
@@ -72,7 +72,7 @@ class FloatSums(GradientSums, PartialSums):
     Attributes:
       name: the name, as users spell it.
       dtype: the dtype of the sum.
-      unit_roundoff: an upper bound on the relative error of one `add`.
+      unit_roundoff: an upper bound on the relative error of one addition.
       rounding_reserve: see `Arithmetic`. It is the same for all batches: if it depended
         on the batch size, one more example would rescale all others.
       is_proved: whether the rounding reserve covers all roundings. It does for
@@ -152,7 +152,7 @@ class FloatSums(GradientSums, PartialSums):
         parts = jax.lax.all_to_all(total[None], axes, axis + 1, 0, tiled=True)
         while len(parts) > 1:
             half = len(parts) // 2
-            joined = self.add(parts[:half], parts[half : 2 * half])
+            joined = parts[:half] + parts[half : 2 * half]
             parts = jnp.concatenate([joined, parts[2 * half :]])
         return parts[0]
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
+from dpmp._fence import at_least_float32
 from dpmp._typing import PyTree
 from dpmp._validate import as_number, as_real
 from dpmp._warnings import warn
 from dpmp.numerics._interface import Arithmetic
-from dpmp.numerics._stored import at_least_float32
 
 # Squares of integers up to this one fit into 32 bits, and so does the sum of two.
 DEFAULT_RESOLUTION = 2**15 - 1

@@ -1,14 +1,15 @@
 """The interface of arithmetics: ways to add up clipped gradients."""
 
 import abc
+import operator
 from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
 
+from dpmp._fence import StoredArray
 from dpmp._typing import PyTree
 from dpmp.numerics import reduction
-from dpmp.numerics._stored import StoredArray
 
 
 class Arithmetic(abc.ABC):
@@ -78,10 +79,6 @@ class Arithmetic(abc.ABC):
         results are in units.
         """
 
-    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Adds two sums."""
-        return a + b
-
     @abc.abstractmethod
     def add_over(self, total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """Adds the sums of the devices along mesh axes, inside of `shard_map`."""
@@ -134,7 +131,7 @@ class GradientSums(Arithmetic):
 
     def add_block(self, terms: list[jax.Array]) -> jax.Array:
         """Adds up a few contributions."""
-        return reduction.pairwise(terms, self.add)
+        return reduction.pairwise(terms, operator.add)
 
 
 class PartialSums(Arithmetic):

@@ -13,6 +13,7 @@ one shape:
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -20,9 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp._fence import fence
+from dpmp._fence import StoredArray, fence, floats_of
 from dpmp._typing import PyTree
-from dpmp.numerics._stored import StoredArray, floats_of
 
 # An elementwise addition.
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -176,7 +176,7 @@ def sum_examples(
     take: Callable[[Any], list[PyTree]],
     num_blocks: int,
     *,
-    add: Callable[[PyTree, PyTree], PyTree],
+    add: Callable[[PyTree, PyTree], PyTree] = operator.add,
 ) -> list[PyTree]:
     """Adds up `take(0)`, `take(1)`, ...: the sums of a block for every array."""
     if num_blocks == 1:

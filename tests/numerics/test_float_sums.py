@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import reference
 
-from dpmp.numerics import _float_sums, _stored, reduction
+from dpmp import _fence
+from dpmp.numerics import _float_sums, reduction
 from dpmp.numerics._arithmetic import parse_arithmetic
 
 
@@ -25,7 +26,7 @@ def test_rounding_slack_covers_twice_the_errors_of_all_additions(
 
 
 def _stacked(*leaves):
-    stack, _ = _stored.compute_and_store(lambda: (list(leaves), None), jnp.ones(1))
+    stack, _ = _fence.compute_and_store(lambda: (list(leaves), None), jnp.ones(1))
     return _float_sums.squared_norm(stack)
 
 
