@@ -63,15 +63,20 @@ def parse(products: Any) -> Rules:
                 rule=rule,
             )
         _validate.one_of([*FORMATS, UNROUNDED], format=rule[1])
-        try:
-            re.compile(rule[0])
-        except re.error as error:
-            _validate.fail(
-                "an expression in products must be a valid regular expression",
-                expression=rule[0],
-                fix=f"It is not: {error}. To find a text as it is, use re.escape.",
-            )
+        check_expression("an expression in products", rule[0])
     return rules
+
+
+def check_expression(what: str, expression: Any) -> None:
+    """Raises ValueError unless `expression`, which is `what`, is a regular one."""
+    try:
+        re.compile(expression)
+    except (re.error, TypeError) as error:
+        _validate.fail(
+            f"{what} must be a valid regular expression",
+            expression=expression,
+            fix=f"It is not: {error}. To find a text as it is, use re.escape.",
+        )
 
 
 def shown(rules: Rules) -> str:
@@ -92,8 +97,8 @@ def applied(
     """
 
     def rounded_fun(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        paths = [name_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
-        check_found(rules, paths)
+        paths = names_of(params)
+        check_found("products", [x for x, _ in rules], paths, others=[""])
         if is_rounded is not None and np.shape(is_rounded) != (len(paths) + 1,):
             _validate.fail(
                 "is_rounded must have a number for each parameter, and one for all "
@@ -130,9 +135,10 @@ def applied(
     return rounded_fun
 
 
-def name_of(path: Any) -> str:
-    """The path of a parameter as the expressions of a policy see it."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def names_of(params: PyTree) -> list[str]:
+    """The paths of parameters as the expressions of a policy see them."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return [jax.tree_util.keystr(x, simple=True, separator="/") for x in paths]
 
 
 def rule_for(rules: Rules, path: str) -> tuple[str, str] | None:
@@ -141,16 +147,21 @@ def rule_for(rules: Rules, path: str) -> tuple[str, str] | None:
     return None if found is None or found[1] == UNROUNDED else found
 
 
-def check_found(rules: Rules, paths: Sequence[str]) -> None:
+def check_found(
+    what: str,
+    expressions: Sequence[str],
+    paths: Sequence[str],
+    others: Sequence[str] = (),
+) -> None:
     """Raises ValueError for an expression that is found in no path."""
     unused = [
         expression
-        for expression, _ in rules
-        if not any(re.search(expression, path) for path in (*paths, ""))
+        for expression in expressions
+        if not any(re.search(expression, path) for path in (*paths, *others))
     ]
     if unused:
         _validate.fail(
-            "every expression in products must be found in a parameter's path. The "
+            f"every expression in {what} must be found in a parameter's path. The "
             f"first ones are {', '.join(paths[:8])}.",
             unused=unused,
         )
