@@ -29,14 +29,9 @@ def fence(tree: PyTree) -> PyTree:
 def materialize(compute: Callable[[], PyTree], depends_on: PyTree) -> PyTree:
     """Computes once and stores the result: XLA does not fuse across `lax.cond`.
 
-    Args:
-      compute: returns a tree of arrays.
-      depends_on: a tree with at least one array that is not a constant of the program.
-        The condition of the branch is computed from these arrays, and the compiler
-        cannot tell that it is always true (a 32-bit integer never has 64 bits set).
-
-    Returns:
-      The output of `compute`, stored in memory.
+    `depends_on` has an array that is not a constant of the program. From such arrays,
+    the condition of the branch is computed, and the compiler cannot tell that it is
+    always true (a 32-bit integer never has 64 bits set).
     """
     integer = jnp.zeros((), jnp.uint32)
     leaves = [x for x in jax.tree.leaves(depends_on) if isinstance(x, jax.Array)]
@@ -72,10 +67,7 @@ def _first(x: jax.Array) -> jax.Array:
 def _without_repetitions(
     compute: Callable[[], PyTree],
 ) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], PyTree]]:
-    """Makes `compute` return each array once, with a function that restores its tree.
-
-    A branch stores an array twice if it returns it twice.
-    """
+    """Makes `compute` store no array twice; the other function restores its tree."""
     found = []
 
     def compute_once() -> list[Any]:
@@ -94,20 +86,13 @@ def _without_repetitions(
 
 @dataclass(frozen=True)
 class StoredArray:
-    """A stack of per-example arrays, flattened, with 16-bit floats held as integers.
+    """A stack of per-example arrays, flattened, as one leaf of a pytree."""
 
-    Integers stop XLA from computing slices of 16-bit floats from a float32 copy of the
-    whole stack. An instance is one leaf of a pytree.
-
-    Attributes:
-      bits: the entries, (B, n), as uint16 for 16-bit floats.
-      dtype: the dtype of the floats.
-      shape: the shape of one example.
-    """
-
+    # The entries, (B, n), as uint16 for 16-bit floats: integers stop XLA from computing
+    # slices from a float32 copy of the whole stack.
     bits: jax.Array
-    dtype: Any
-    shape: tuple[int, ...]
+    dtype: Any  # of the floats
+    shape: tuple[int, ...]  # of one example
 
 
 def floats_of(bits: jax.Array, dtype: Any) -> jax.Array:
@@ -128,11 +113,7 @@ def at_least_float32(*dtypes: Any) -> Any:
 def compute_and_store(
     compute: Callable[[], tuple[PyTree, PyTree]], depends_on: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Stores the first result of `compute`, and leaves the second as it is.
-
-    The first is a tree of float arrays, (B, ...); its leaves become `StoredArray`s. At
-    least one array of `depends_on` is not a constant of the program.
-    """
+    """Makes `StoredArray`s, by `materialize`, of the first result: arrays (B, ...)."""
     compute = jax.jit(compute)  # so that it is traced once
     shapes, _ = jax.eval_shape(compute)
 

@@ -40,10 +40,7 @@ _LEAST_NOISE = 0.05  # below, likelihood ratios are too large for a float
 def epoch_loss_distribution(
     noise_multiplier: float, steps: int, interval: float
 ) -> privacy_loss_distribution.PrivacyLossDistribution:
-    """The privacy losses of one epoch, rounded to multiples of an interval.
-
-    Raises ArithmeticError if there is too little noise for floating point.
-    """
+    """The privacy losses of one epoch, rounded to multiples of an interval."""
     if noise_multiplier < _LEAST_NOISE:
         raise ArithmeticError("likelihood ratios are out of range")
     signal = 1 / noise_multiplier
@@ -97,10 +94,7 @@ class _Ratio:
         )
 
     def trimmed(self) -> "_Ratio":
-        """Spreads a tiny mass at both ends to 0, to infinity and to the next value.
-
-        Corrects the rounding of the masses.
-        """
+        """Spreads tiny masses at both ends, and corrects the rounding of all masses."""
         masses, values, means = self.masses, self.values, self.means
         start = int(np.searchsorted(np.cumsum(masses), _TAIL))
         end = len(masses) - int(np.searchsorted(np.cumsum(means[::-1]), _TAIL))

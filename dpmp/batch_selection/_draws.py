@@ -1,21 +1,19 @@
 """Draws the size of a batch and its members, with integers only.
 
-*The size* of a Poisson batch is a binomial number. The probability p(k) that k of n
-examples are in a batch is largest at the *mode*. Let w(k) = 2^256 p(k) / p(mode). The
-ratio of two neighbouring p(k) is a fraction of integers. So the table starts with the
-weight W(mode) = 2^256, multiplies it by one ratio after the other in both directions,
-and rounds each product down to an integer. It stops where a weight is zero. A count is
-then drawn with a probability proportional to its weight, by a uniform number of 384
-bits. docs/proofs.md bounds the distance from the binomial distribution.
+*The size* of a Poisson batch is a binomial number. The ratio of two neighbouring
+probabilities is a fraction of integers. So a table starts with the weight 2^256 of the
+most likely size, multiplies it by one ratio after the other in both directions, and
+rounds each product down. It stops where a weight is zero. A uniform number of 384 bits
+chooses among the weights.
 
-*The members* are a uniformly distributed subset of this size, drawn in time linear in
-the size. Words are drawn until enough different numbers have come up. Every word that
-is used is uniformly distributed over the n numbers: words above the largest multiple of
-n are dropped, and the others are reduced modulo n. Each round draws only as many words
-as numbers are missing, so there are never too many. The words are independent, so
-renaming the numbers by a permutation does not change the distribution of the result.
-Hence all subsets of the given size are equally likely, with no error at all. The same
-holds for their complements.
+*The members* are a uniformly distributed subset of this size. Words are drawn until
+enough different numbers have come up. Every word that is used is uniformly distributed
+over the n numbers: words above the largest multiple of n are dropped, and the others
+are reduced modulo n. Each round draws only as many words as numbers are missing, so
+there are never too many.
+
+docs/proofs.md shows that both are right. In all functions, `draw_words(k)` returns the
+next k uniform uint64 words.
 """
 
 import bisect
@@ -43,10 +41,7 @@ _DENSE = 1 / 32
 def draw_binomial(
     num_trials: int, prob: Fraction, draw_words: Callable[[int], np.ndarray]
 ) -> int:
-    """Draws the number of successes in less than 2^63 trials from 384 random bits.
-
-    `draw_words(k)` returns the next k uniform uint64 words.
-    """
+    """Draws the number of successes in less than 2^63 trials."""
     least, cumulative = _table(num_trials, prob)
     words = draw_words(_WORDS_PER_DRAW).astype("<u8")
     uniform = int.from_bytes(words.tobytes(), "little")
@@ -79,10 +74,7 @@ def _weights(ratios: Iterable[tuple[int, int]]) -> list[int]:
 def draw_subset(
     num_elements: int, size: int, draw_words: Callable[[int], np.ndarray]
 ) -> np.ndarray:
-    """Draws `size` of the numbers below `num_elements` < 2^63, as ascending int64.
-
-    `draw_words(k)` returns the next k uniform uint64 words.
-    """
+    """Draws `size` of the numbers below `num_elements` < 2^63, as ascending int64."""
     last_word = last_fair_word(num_elements)
 
     def draw_numbers(num_words: int) -> np.ndarray:

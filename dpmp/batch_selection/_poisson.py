@@ -1,9 +1,8 @@
 """The batches of a run: which examples take part in a step, and how many.
 
-The size of a batch is drawn from the binomial distribution. Then that many examples are
-drawn uniformly. If each example is included independently, all batches of one size are
-equally likely. So every batch has the right probability, and the time to draw it is
-proportional to its size and not to the size of the dataset.
+The size of a batch is drawn from the binomial distribution, and then that many examples
+uniformly: docs/proofs.md shows why. So the time to draw a batch is proportional to its
+size and not to the size of the dataset.
 
 Truncation needs no draw of its own: a uniform subset of a uniform subset is a uniform
 subset. So a batch that would be too large is drawn at the largest size to begin with.

@@ -1,11 +1,8 @@
 """A clip norm that follows a quantile of the gradient norms, learned with noise.
 
-Each step counts the examples whose gradient norm is at most the clip norm C: an example
-adds +s to the count if its norm is at most C, and -s if it is above C or not finite.
-Padding adds 0. The count is one more coordinate of the sum of gradients, which are
-clipped and divided by C, and receives noise together with it. So a contribution has a
-norm of at most sqrt(1 + s^2) for every C, and all steps have the same sensitivity.
-docs/proofs.md has the proof.
+An example adds +s to a count if its gradient norm is at most the clip norm C, and -s if
+it is above C or not finite. Padding adds 0. The count is one more coordinate of the sum
+of gradients, which are clipped and divided by C: docs/proofs.md has the proof.
 """
 
 import functools
@@ -192,11 +189,7 @@ class AdaptiveClipNorm:
 
 
 def with_clip_norm(l2_clip_norm: PyTree, clip_norm: Any) -> PyTree:
-    """Sets the clip norm of one step in an `AdaptiveClipNorm`; keeps any other.
-
-    Raises:
-      ValueError: if `clip_norm` is given for a fixed clip norm, or missing otherwise.
-    """
+    """Sets the clip norm of one step in an `AdaptiveClipNorm`; keeps any other."""
     adapts = isinstance(l2_clip_norm, AdaptiveClipNorm)
     if adapts != (clip_norm is not None):
         _validate.fail(

@@ -83,36 +83,23 @@ class AutomaticClipping:
 
 @dataclass(frozen=True)
 class ClipNorms:
-    """The clip norm of each clipping group, and the divisor of the clipped gradients.
-
-    A clipping group is a set of parameters that share one clip norm.
-
-    Attributes:
-      norms: the clip norms of the groups.
-      prefix: the tree structure of the clip norms, a prefix of that of the gradients.
-      rescale_to_unit_norm: whether to divide by the norm of all clip norms.
-      normalize_by: a further divisor.
-      traced: a float32 clip norm that is known only when the program runs, or None.
-        The clipped gradients are divided by it, so that `norms` is (1.0,).
-      stability: the number that automatic clipping adds to each norm, or None. With
-        automatic clipping, `norms` is (1.0,).
-    """
+    """The clip norm of each clipping group: a set of parameters that share it."""
 
     norms: tuple[float, ...]
-    prefix: Any
-    rescale_to_unit_norm: bool
-    normalize_by: float
+    prefix: Any  # the tree structure of the norms, a prefix of that of the gradients
+    rescale_to_unit_norm: bool  # whether to divide by the norm of all clip norms
+    normalize_by: float  # a further divisor of the clipped gradients
+    # A float32 clip norm that is known only when the program runs. The clipped
+    # gradients are divided by it, so that `norms` is (1.0,).
     traced: jax.Array | None = None
+    # The number that automatic clipping adds to each norm. Then `norms` is (1.0,).
     stability: float | None = None
 
     @classmethod
     def from_tree(
         cls, tree: PyTree, rescale_to_unit_norm: bool, normalize_by: float
     ) -> "ClipNorms":
-        """Makes clip norms from a tree of numbers, or from an `AutomaticClipping`.
-
-        Raises ValueError if they are out of range.
-        """
+        """Makes clip norms from a tree of numbers, or from an `AutomaticClipping`."""
         rescale_to_unit_norm = _validate.boolean(
             rescale_to_unit_norm=rescale_to_unit_norm,
             fix="Use True to divide the clipped gradients by the clip norm.",
@@ -245,12 +232,10 @@ def _automatic_coefficient(
 
 
 def _round_down(x: Any) -> Any:
-    """The largest float32 that is at most `x`; an array is returned unchanged.
-
-    An array is the largest coefficient for a traced clip norm. Its rounding does no
-    harm, because it only keeps gradients from being scaled up. The norm of the result
-    is bounded by the target norm, which is a number.
-    """
+    """The largest float32 that is at most `x`; an array is returned unchanged."""
+    # An array is the largest coefficient for a traced clip norm. Its rounding does no
+    # harm: it keeps gradients from being scaled up, and the target norm, a number,
+    # bounds the norm of the result.
     if isinstance(x, jax.Array):
         return x
     with np.errstate(over="ignore"):

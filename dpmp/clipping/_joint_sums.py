@@ -222,10 +222,8 @@ def _sum_of_shares(shares: jax.Array, largest: float) -> GridArray:
 
 
 def contribution(l2_norm_bound: float) -> float:
-    """The value of one overflow in the count: `l2_norm_bound`, or 1 if it is infinite.
-
-    The bound is infinite only without clipping, and then there is no noise either.
-    """
+    """The value of one overflow in the count: the bound, or 1 if it is infinite."""
+    # The bound is infinite only without clipping, and then there is no noise either.
     l2_norm_bound = as_real(l2_norm_bound)
     return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
 
@@ -239,12 +237,7 @@ def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
 
 @dataclass(frozen=True)
 class JointCoordinates:
-    """Everything that receives noise together with a sum of clipped gradients.
-
-    Attributes:
-      metrics: the released metrics, or None.
-      adaptive: the adaptive clip norm, or None.
-    """
+    """Everything that receives noise together with a sum of clipped gradients."""
 
     metrics: ReleasedMetrics | None
     adaptive: AdaptiveClipNorm | None
@@ -286,10 +279,7 @@ class JointCoordinates:
         return cls(metrics, l2_clip_norm if adapts else None)
 
     def norm_bound(self, l2_norm_bound: float) -> float:
-        """The largest norm of a contribution to the sum and all coordinates together.
-
-        `l2_norm_bound` is the largest norm of a contribution to the sum alone.
-        """
+        """The largest norm of a contribution to the sum and all coordinates."""
         bound = l2_norm_bound
         if self.metrics:
             bound = self.metrics.joint_norm_bound(l2_norm_bound)
@@ -300,10 +290,7 @@ class JointCoordinates:
         return bound
 
     def join(self, total: PyTree, outputs: Outputs, l2_norm_bound: float) -> PyTree:
-        """Returns a `JointSum` of `total` and the coordinates, or `total` without any.
-
-        `outputs` are the per-example outputs of the same batch.
-        """
+        """Returns a `JointSum` of `total` and the coordinates, or `total` if none."""
         metrics, adaptive = self.metrics, self.adaptive
         if not (metrics or adaptive):
             return total
@@ -324,10 +311,7 @@ class JointCoordinates:
         expected_batch_size: float,
         clip_norm: Any = None,
     ) -> Released:
-        """Splits a noisy output of `clipped_grad`, which may be a `JointSum`.
-
-        `clip_norm` is the clip norm of the step, if it adapts.
-        """
+        """Splits a noisy output of `clipped_grad`, which may be a `JointSum`."""
         if not isinstance(noisy, JointSum):
             return Released(noisy, None, {})
         count, means = noisy.num_overflows, {}

@@ -204,9 +204,8 @@ class DiscreteGaussian:
 class _Division(NamedTuple):
     """A division of an array into parts: each part has a run of each block of an axis.
 
-    As each part has entries of all blocks, devices that share the blocks share each
-    part. The last two parts overlap if the runs do not divide the blocks. The entries
-    that they share are drawn twice, with the same result.
+    So devices that share the blocks share each part. The last two parts overlap if the
+    runs do not divide the blocks: common entries are drawn twice, with one result.
     """
 
     shape: tuple[int, ...]
@@ -243,9 +242,8 @@ class _Division(NamedTuple):
 def _divided(shape: tuple[int, ...]) -> _Division:
     """Chooses the division with the most parts, up to one for each `_PART` entries.
 
-    The choice does not change the noise. Devices that can share an axis evenly must
-    also share its blocks evenly: otherwise the compiler would make each device draw the
-    noise of all devices. So some arrays have fewer parts than wanted, or only one.
+    Devices that can share an axis evenly must also share its blocks evenly: otherwise
+    the compiler would make each device draw the noise of all devices.
     """
     most, found = 1, _Division(shape)
     wanted = -(-math.prod(shape) // _PART)

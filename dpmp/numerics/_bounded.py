@@ -47,21 +47,13 @@ _SPARE_ROUNDINGS = 16
 
 
 class Roundings(NamedTuple):
-    """The largest numbers of roundings on any path, by the size they are relative to.
+    """The largest numbers of roundings on any path, by what they are relative to."""
 
-    Attributes:
-      inner: roundings of a squared norm from inner products, relative to A^2.
-      product: roundings of a gradient that is materialized, relative to A.
-      total: roundings of a sum of squares, relative to that sum.
-      magnitude: roundings of A^2, relative to A^2.
-      positions: the number of positions of one example, over all uses.
-    """
-
-    inner: int = 0
-    product: int = 0
-    total: int = 0
-    magnitude: int = 0
-    positions: int = 1
+    inner: int = 0  # of a squared norm from inner products, relative to A^2
+    product: int = 0  # of a gradient that is materialized, relative to A
+    total: int = 0  # of a sum of squares, relative to that sum
+    magnitude: int = 0  # of A^2, relative to A^2
+    positions: int = 1  # of one example, over all uses
 
     def after(self, additions: int) -> "Roundings":
         """Adds the roundings of `additions`, which sum the parts of all parameters."""
@@ -88,8 +80,7 @@ def norm_bound_for_clipping(
     """Returns the divisor of the target norm that gives the coefficient: (B,).
 
     The arguments are V, E, their counts of roundings, m, the number of products that V
-    and E are sums of, and eta. Raises ValueError for examples so long that almost every
-    gradient would be scaled down more than its norm requires.
+    and E are sums of, and eta.
     """
     kappa = largest_condition_number(group_size, roundings)
     if not kappa >= 1:
@@ -117,10 +108,8 @@ def largest_condition_number(group_size: int, roundings: Roundings) -> float:
 
 
 def group_size(microbatch_size: int, positions: int) -> int:
-    """Returns the largest divisor of a microbatch's size with kappa >= 8, or 1.
-
-    In the gradients of trained transformers, A is 5 to 7 times the norm.
-    """
+    """Returns the largest divisor of a microbatch's size with kappa >= 8, or 1."""
+    # In the gradients of trained transformers, A is 5 to 7 times the norm.
     roundings = Roundings(positions=positions)
     divisors = (m for m in range(1, microbatch_size + 1) if microbatch_size % m == 0)
     return max(

@@ -28,20 +28,15 @@ SMALLEST_NORMAL = 2.0**-126
 
 
 class SquaredNorm(NamedTuple):
-    """Per-example squared norms of one clipping group, with their rounding error.
+    """Per-example squared norms of one clipping group, with their rounding error."""
 
-    Attributes:
-      value: the computed sums of squares, (B,), float32 or wider.
-      roundings: the largest number of roundings on any path from an entry to `value`:
-        one for its square, unless the square is exact, and one for each addition.
-      num_entries: the number of squares in each sum.
-      bound: an upper bound on the squared norm of the contribution for a coefficient of
-        1, (B,), or None. Clipping uses it in place of `value`.
-    """
-
-    value: jax.Array
+    value: jax.Array  # the computed sums of squares, (B,), float32 or wider
+    # On any path from an entry to `value`, at most: one for its square, unless the
+    # square is exact, and one for each addition.
     roundings: int
-    num_entries: int
+    num_entries: int  # the number of squares in each sum
+    # An upper bound on the squared norm of the contribution for a coefficient of 1,
+    # (B,), or None. Clipping uses it in place of `value`.
     bound: jax.Array | None = None
 
     @property
@@ -67,23 +62,15 @@ def _square(rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class FloatSums(GradientSums, PartialSums):
-    """The arithmetic of float sums.
-
-    Attributes:
-      name: the name, as users spell it.
-      dtype: the dtype of the sum.
-      unit_roundoff: an upper bound on the relative error of one addition.
-      rounding_reserve: see `Arithmetic`. It is the same for all batches: if it depended
-        on the batch size, one more example would rescale all others.
-      is_proved: whether the rounding reserve covers all roundings. It does for
-        gradients that are materialized. For others, no count covers the roundings
-        within a microbatch.
-    """
+    """The arithmetic of float sums."""
 
     name: str
-    dtype: Any
-    unit_roundoff: float
+    dtype: Any  # of the sum
+    unit_roundoff: float  # an upper bound on the relative error of one addition
+    # The same for all batches: otherwise one more example would rescale all others.
     rounding_reserve: float
+    # The reserve covers the sums of gradients that are materialized. For others, no
+    # count covers the roundings within a microbatch.
     is_proved: bool = True
 
     assumption = "Floating-point arithmetic rounds to nearest."
@@ -177,13 +164,7 @@ class FloatSums(GradientSums, PartialSums):
 def reserve_needed(
     sums: FloatSums, batch_size: int, microbatch_size: int, num_shards: int = 1
 ) -> float:
-    """The largest distance that rounding can add between sums of neighbouring batches.
-
-    It is in units of the largest contribution of one example. Every addition errs by at
-    most the unit roundoff times the sum of the norms of all contributions below it in
-    the tree of additions. The addition may err differently for the neighbouring batch,
-    because removing an example can move all later examples to other slots. So the
-    result is twice the sum over all additions.
+    """The most that rounding moves sums of neighbours apart, in largest contributions.
 
     Each shard adds up its part of every microbatch. Then trees of additions add up the
     sums of the shards: one tree, or one over some axes of the mesh and one over others.

@@ -129,10 +129,7 @@ def check_before_noise(leaf: Sum, number: int) -> None:
 
 
 def round_to_grid(leaf: Sum, unit: float) -> GridArray:
-    """Rounds a float sum to multiples of a power of two; a `GridArray` is unchanged.
-
-    Scaling by a power of two is exact. Rounding moves an entry by at most half a unit.
-    """
+    """Rounds a float sum to multiples of a power of two; a `GridArray` is unchanged."""
     if isinstance(leaf, GridArray):
         return leaf
     scaled, limit = to_float(leaf) * (1 / unit), 2**31 - 2**27
@@ -142,16 +139,11 @@ def round_to_grid(leaf: Sum, unit: float) -> GridArray:
 
 @dataclasses.dataclass(frozen=True)
 class GridSums(Arithmetic):
-    """The part of an `Arithmetic` that all sums on a grid share.
+    """The part of an `Arithmetic` that all sums on a grid share."""
 
-    Attributes:
-      resolution: the size of the largest contribution, in units of the grid.
-      max_norms: the largest norm of each clipping group, in units; empty until the clip
-        norms are known.
-      unit: the unit of the grid, or 0 until the clip norms are known.
-    """
-
-    resolution: int
+    resolution: int  # the size of the largest contribution, in units of the grid
+    # The largest norm of each clipping group, in units, and the unit of the grid; not
+    # set until the clip norms are known.
     max_norms: tuple[int, ...] = ()
     unit: float = 0.0
 
@@ -167,12 +159,7 @@ class GridSums(Arithmetic):
         return dataclasses.replace(self, resolution=resolution)
 
     def for_clip_norms(self, bounds: Sequence[float], l2_norm_bound: float) -> Self:
-        """Makes a grid whose integer max_norms never exceed the norms in real numbers.
-
-        Raises:
-          ValueError: for a resolution that is out of range, and for an infinite
-            `l2_norm_bound`.
-        """
+        """Makes a grid whose integer max_norms never exceed the true norms."""
         resolution = as_number(self.resolution)
         if not (
             _validate.is_integer(resolution)
@@ -202,7 +189,6 @@ class GridSums(Arithmetic):
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """See `Arithmetic`. Raises ValueError if rounding takes too much."""
         scaled = []
         for (bound, cap), max_norm, size in zip(
             targets, self.max_norms, num_entries, strict=True
@@ -223,7 +209,6 @@ class GridSums(Arithmetic):
     def check_batch(
         self, batch_size: int, microbatch_size: int, num_shards: int = 1
     ) -> None:
-        """Warns if sums can wrap around."""
         del microbatch_size, num_shards
         largest = (2**31 - 1) // self.resolution
         if batch_size > largest:

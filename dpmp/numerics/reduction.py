@@ -136,10 +136,7 @@ def _sum_blocks(
 
 
 def _columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
-    """Returns `size` columns of a matrix; `start` may be traced.
-
-    Columns beyond the last one are zeros. A traced `start` must leave none of them.
-    """
+    """Returns columns; beyond the last one, where no traced `start` goes, zeros."""
     if size == x.shape[1]:
         return x
     if isinstance(start, int):
@@ -207,22 +204,18 @@ def sum_examples(
 
 
 def indices_of_block(block: Any, num_blocks: int, size: int) -> list[jax.Array]:
-    """Returns the number of a block of examples, once for each of its rows: uint32.
-
-    The compiler does not know the indices to be equal. XLA turns a block with many
-    readers into a function that loads its index for every entry, and then vectorises
-    no loop over entries.
-    """
+    """Returns the number of a block of examples, once for each of its rows: uint32."""
+    # The compiler does not know the indices to be equal. XLA turns a block with many
+    # readers into a function that loads its index for every entry, and then vectorises
+    # no loop over entries.
     block = jnp.asarray(block).astype(jnp.uint32)
     return [jnp.minimum(block, np.uint32(num_blocks - 1 + j)) for j in range(size)]
 
 
 def rows_of_block(x: jax.Array, indices: list[jax.Array]) -> list[jax.Array]:
-    """Returns the rows of a block of examples, by its `indices_of_block`.
-
-    The rows of a block are far apart. So no block lies on one device alone if the array
-    is sharded by examples.
-    """
+    """Returns the rows of a block of examples, by its `indices_of_block`."""
+    # The rows of a block are far apart. So no block lies on one device alone if the
+    # array is sharded by examples.
     size, rest = len(indices), x.shape[1:]
     num_blocks = x.shape[0] // size
     blocks = x.reshape(size, num_blocks, *rest)
@@ -257,12 +250,9 @@ def depth(num_examples: int) -> int:
 
 
 def summed_norms(num_examples: int) -> float:
-    """Adds up the norms of the partial sums that all rounding additions produce.
-
-    Every summand has norm 1. A loop over k summands has partial sums of 2, 3, ... and k
-    summands. Its first addition is to zero, and exact. Loops that are not full count as
-    full.
-    """
+    """Adds up the norms of the results of all rounding additions, for norms of 1."""
+    # A loop over k summands has partial sums of 2, 3, ... and k summands. Its first
+    # addition is to zero, and exact. Loops that are not full count as full.
     size, loops = _sizes(num_examples)
     each = _log2_ceil(size) + sum((k + 1) / 2 - 1 / k for k in loops)
     return size * math.prod(loops) * each

@@ -37,10 +37,7 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
 
 
 def parse(products: Any) -> Rules:
-    """Makes rules of a format, a mapping from expressions to formats, or qwix's rules.
-
-    Raises ValueError for anything else.
-    """
+    """Makes rules of a format, a mapping from expressions to formats, or qwix's."""
     if products is None:
         return ()
     if isinstance(products, str):
@@ -91,10 +88,7 @@ def applied(
     is_rounded: jax.Array | None,
     compute_dtype: Any,
 ) -> Callable[..., Any]:
-    """Makes `fun` round its products by the rules; see `Policy.in_product_precision`.
-
-    Warns of rules that round nothing.
-    """
+    """Makes `fun` round its products by rules; see `Policy.in_product_precision`."""
 
     def rounded_fun(params: PyTree, *args: Any, **kwargs: Any) -> Any:
         paths = names_of(params)
