@@ -11,8 +11,8 @@ from scipy import optimize
 
 from dpmp import _validate
 from dpmp.accounting import _epsilon
-from dpmp.accounting._events import DEFAULT_RELATION, check, check_relation
-from dpmp.accounting._steps import Run, steps_of
+from dpmp.accounting._epsilon import Run
+from dpmp.accounting._events import DEFAULT_RELATION, check, check_relation, steps_of
 
 _LOG_NOISE_RANGE, _LOG_NOISE_TOLERANCE = (-9.0, 21.0), 5e-5
 
