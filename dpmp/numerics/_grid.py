@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
+from dpmp._arrays import as_device_dtypes
 from dpmp._fence import at_least_float32
 from dpmp._typing import PyTree
 from dpmp._validate import as_number, as_real
@@ -98,8 +99,16 @@ def num_entries(sum_of_clipped_grads: PyTree) -> int:
     return sum(math.prod(np.shape(x)) for x in jax.tree.leaves(sum_of_clipped_grads))
 
 
-def check_before_noise(leaf: Sum, number: int) -> None:
-    """Raises ValueError, with the leaf's number, unless the leaf is a valid sum."""
+def flatten_before_noise(sum_of_clipped_grads: PyTree) -> tuple[list[Sum], Any]:
+    """The leaves and the structure of a sum; ValueError unless all are valid."""
+    leaves, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=is_grid)
+    leaves = [x if is_grid(x) else as_device_dtypes(x) for x in leaves]
+    for i, leaf in enumerate(leaves):
+        _check_before_noise(leaf, i)
+    return leaves, treedef
+
+
+def _check_before_noise(leaf: Sum, number: int) -> None:
     if isinstance(leaf, GridArray):
         # Integer noise does not hide the fractional part of a number.
         if leaf.counts.dtype != jnp.dtype("int32"):
