@@ -138,19 +138,12 @@ def truncated_dpsgd_event(
 
 @dataclasses.dataclass(frozen=True)
 class RandomAllocationDpEvent(dp_accounting.DpEvent):
-    """An epoch in which each example takes part in one step, drawn uniformly.
+    """An epoch in which each example takes part in one step, drawn uniformly."""
 
-    Attributes:
-      noise_multiplier: the noise multiplier of every step.
-      steps: the number of steps of the epoch.
-      num_examples: the size of the larger of two neighbouring datasets.
-      truncated_batch_size: the size of the largest batch.
-    """
-
-    noise_multiplier: float
-    steps: int
-    num_examples: int
-    truncated_batch_size: int
+    noise_multiplier: float  # of every step
+    steps: int  # of the epoch
+    num_examples: int  # of the larger of two neighbouring datasets
+    truncated_batch_size: int  # the size of the largest batch
 
 
 def random_allocation_event(

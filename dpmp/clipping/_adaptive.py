@@ -150,17 +150,11 @@ class AdaptiveClipNorm:
         return math.hypot(1, self.norm_share) - 1
 
     def max_coordinate(self, l2_norm_bound: float) -> float:
-        """The absolute value of the number that one example adds to the count.
-
-        `l2_norm_bound` is the largest norm of a clipped gradient.
-        """
+        """The absolute value of the number that one example adds to the count."""
         return self.norm_share * l2_norm_bound * (1 - 2.0**-50)
 
     def signs(self, grad_norms: jax.Array, is_example: jax.Array) -> jax.Array:
-        """For each example: 1 within the clip norm, -1 above it, and 0 for padding.
-
-        The arguments are (B,), and `is_example` is bool.
-        """
+        """For each example: 1 within the clip norm, -1 above it, and 0 for padding."""
         clip_norm = jnp.asarray(_meshes.resharded(self.initial)).astype(
             grad_norms.dtype
         )
@@ -171,12 +165,9 @@ class AdaptiveClipNorm:
     def fraction(
         self, noisy_count: jax.Array, l2_norm_bound: float, expected_batch_size: float
     ) -> jax.Array:
-        """The noisy fraction of examples within the clip norm.
-
-        The expected batch size stands for the size of the batch, which is sensitive.
-        This matters little: an equal number of examples on both sides counts as half of
-        them in a batch of any size.
-        """
+        """The noisy fraction of examples within the clip norm."""
+        # The expected batch size stands for that of the batch, which is sensitive. This
+        # matters little: equal numbers on both sides count as half in any batch.
         one = self.max_coordinate(l2_norm_bound)
         return 0.5 + noisy_count * (0.5 / one / expected_batch_size)
 

@@ -168,12 +168,7 @@ class ReleasedMetrics:
     def sums(
         self, values: jax.Array, is_clipped: jax.Array, l2_norm_bound: float
     ) -> dict[str, GridArray]:
-        """The sums over a batch of the metrics "loss" and "clipped", where released.
-
-        `values` are the losses, (B,), and `is_clipped` is (B,) bool; both are zero for
-        padding. `l2_norm_bound` is the largest norm of a clipped gradient. Raises
-        ValueError for a batch of more than two million examples.
-        """
+        """The sums over a batch of the metrics "loss" and "clipped", where released."""
         # Every metric is scaled to shares from 0 to 1. A loss of NaN counts as 0.
         loss = jnp.clip(values.astype(jnp.float32) / (self.largest_loss or 1.0), 0, 1)
         shares = {
@@ -186,12 +181,7 @@ class ReleasedMetrics:
     def means(
         self, noisy: JointSum, l2_norm_bound: float, expected_batch_size: float
     ) -> dict[str, jax.Array]:
-        """The noisy means over examples of all metrics.
-
-        `l2_norm_bound` is that of the function which `clipped_grad` returned, and
-        counts `normalize_by` in. The sums are divided by the expected batch size: the
-        true size is sensitive.
-        """
+        """The noisy means of all metrics, over the expected batch size."""
         largest = self.max_coordinate(l2_norm_bound)
         units = {
             "loss": (self.largest_loss or 1.0) / largest,
