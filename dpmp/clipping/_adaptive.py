@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _meshes, _validate
-from dpmp._typing import PyTree
 from dpmp._validate import as_real
 
 _positive = functools.partial(_validate.positive, fix="Leave it out for the default.")
@@ -177,17 +176,3 @@ class AdaptiveClipNorm:
         `stddev` is that of the noise on the averaged gradient, in clip norms.
         """
         return as_real(stddev) / (2 * self.norm_share)
-
-
-def with_clip_norm(l2_clip_norm: PyTree, clip_norm: Any) -> PyTree:
-    """Sets the clip norm of one step in an `AdaptiveClipNorm`; keeps any other."""
-    adapts = isinstance(l2_clip_norm, AdaptiveClipNorm)
-    if adapts != (clip_norm is not None):
-        _validate.fail(
-            "clip_norm must be given for an AdaptiveClipNorm, and for nothing else",
-            l2_clip_norm=l2_clip_norm,
-            clip_norm=None if clip_norm is None else type(clip_norm).__name__,
-            fix="Begin with mechanism.initial_clip_norm, and go on with the clip_norm "
-            "that mechanism.split(noisy, clip_norm=...) returns.",
-        )
-    return l2_clip_norm.at(clip_norm) if adapts else l2_clip_norm

@@ -315,3 +315,17 @@ class JointCoordinates:
             )
             clip_norm = self.adaptive.update(clip_norm, fraction)
         return Released(noisy.sum_of_clipped_grads, count, means, clip_norm)
+
+
+def with_clip_norm(l2_clip_norm: PyTree, clip_norm: Any) -> PyTree:
+    """Sets the clip norm of one step in an `AdaptiveClipNorm`; keeps any other."""
+    adapts = isinstance(l2_clip_norm, AdaptiveClipNorm)
+    if adapts != (clip_norm is not None):
+        _validate.fail(
+            "clip_norm must be given for an AdaptiveClipNorm, and for nothing else",
+            l2_clip_norm=l2_clip_norm,
+            clip_norm=None if clip_norm is None else type(clip_norm).__name__,
+            fix="Begin with mechanism.initial_clip_norm, and go on with the clip_norm "
+            "that mechanism.split(noisy, clip_norm=...) returns.",
+        )
+    return l2_clip_norm.at(clip_norm) if adapts else l2_clip_norm

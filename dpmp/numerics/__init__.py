@@ -32,7 +32,6 @@ from dpmp.numerics._bounded import (
     norm_bound_for_clipping,
 )
 from dpmp.numerics._exact import ExactSums
-from dpmp.numerics._float_sums import UNIT_ROUNDOFF, SquaredNorm, squared_norm
 from dpmp.numerics._grid import (
     DEFAULT_RESOLUTION,
     LARGEST_RESOLUTION,
@@ -47,7 +46,13 @@ from dpmp.numerics._grid import (
     unit_of,
 )
 from dpmp.numerics._interface import Arithmetic, GradientSums, PartialSums
-from dpmp.numerics.reduction import indices_of_block, rows_of_block
+from dpmp.numerics.reduction import (
+    UNIT_ROUNDOFF,
+    SquaredNorm,
+    indices_of_block,
+    rows_of_block,
+    squared_norm,
+)
 
 __all__ = [
     "DEFAULT_RESOLUTION",

@@ -30,9 +30,9 @@ import jax
 import jax.numpy as jnp
 
 from dpmp import _validate
-from dpmp.numerics._float_sums import SMALLEST_NORMAL, UNIT_ROUNDOFF
 from dpmp.numerics._grid import LARGEST_RESOLUTION, GridSums
 from dpmp.numerics._interface import PartialSums
+from dpmp.numerics.reduction import SMALLEST_NORMAL, UNIT_ROUNDOFF
 
 # The share of the clip norm that is reserved for the rounding of sums.
 ROUNDING_RESERVE = 2.0**-6

@@ -1,4 +1,4 @@
-"""Float sums, and squared norms, with bounds on their rounding errors.
+"""Float sums with bounds on their rounding errors.
 
 The order of the additions determines how much rounding can change a sum.
 `numerics/reduction.py` fixes that order, and docs/proofs.md has the proof.
@@ -7,57 +7,19 @@ The order of the additions determines how much rounding can change a sum.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _meshes, _validate
-from dpmp._fence import StoredArray
 from dpmp.numerics import reduction
 from dpmp.numerics._interface import GradientSums, PartialSums
-
-UNIT_ROUNDOFF = 2.0**-24
+from dpmp.numerics.reduction import UNIT_ROUNDOFF
 
 # Float sums in book-keeping. Whoever chooses them by name sees that they have no proof.
 UNPROVED = "unproved_float32"
-
-# Below this, a float32 may be flushed to zero.
-SMALLEST_NORMAL = 2.0**-126
-
-
-class SquaredNorm(NamedTuple):
-    """Per-example squared norms of one clipping group, with their rounding error."""
-
-    value: jax.Array  # the computed sums of squares, (B,), float32 or wider
-    # On any path from an entry to `value`, at most: one for its square, unless the
-    # square is exact, and one for each addition.
-    roundings: int
-    num_entries: int  # the number of squares in each sum
-    # An upper bound on the squared norm of the contribution for a coefficient of 1,
-    # (B,), or None. Clipping uses it in place of `value`.
-    bound: jax.Array | None = None
-
-    @property
-    def underflow(self) -> float:
-        """An upper bound on the sum of squares that were flushed to zero."""
-        return max(self.num_entries, 1) * SMALLEST_NORMAL
-
-
-def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
-    """Computes per-example squared norms over at least one array."""
-    value, depth = reduction.sum_entries(stack, _square, jnp.add)
-    # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
-    rounded_square = any(x.dtype.itemsize > 2 for x in stack)
-    return SquaredNorm(
-        value, depth + rounded_square, sum(x.bits.shape[1] for x in stack)
-    )
-
-
-def _square(rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
-    del start, operands
-    return jnp.square(rows)
 
 
 @dataclass(frozen=True)

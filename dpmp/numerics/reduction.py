@@ -9,13 +9,15 @@ one shape:
   again, until few are left. The remaining columns of all arrays are added up together.
 - `sum_examples` sums over the examples of a batch. One loop of a few iterations, or
   several nested loops, add up the blocks of all arrays at once.
+
+`squared_norm` sums the squares of entries, and counts the roundings.
 """
 
 import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,9 @@ import numpy as np
 
 from dpmp._fence import StoredArray, fence, floats_of
 from dpmp._typing import PyTree
+
+# Of float32; below `SMALLEST_NORMAL`, a number may be flushed to zero.
+UNIT_ROUNDOFF, SMALLEST_NORMAL = 2.0**-24, 2.0**-126
 
 # An elementwise addition.
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -75,6 +80,39 @@ def sum_entries(
     )
     depth = until_few + _depth(total.shape[1], 1, with_rest=True)
     return _sum_columns(total, add), depth
+
+
+class SquaredNorm(NamedTuple):
+    """Per-example squared norms of one clipping group, with their rounding error."""
+
+    value: jax.Array  # the computed sums of squares, (B,), float32 or wider
+    # On any path from an entry to `value`, at most: one for its square, unless the
+    # square is exact, and one for each addition.
+    roundings: int
+    num_entries: int  # the number of squares in each sum
+    # An upper bound on the squared norm of the contribution for a coefficient of 1,
+    # (B,), or None. Clipping uses it in place of `value`.
+    bound: jax.Array | None = None
+
+    @property
+    def underflow(self) -> float:
+        """An upper bound on the sum of squares that were flushed to zero."""
+        return max(self.num_entries, 1) * SMALLEST_NORMAL
+
+
+def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
+    """Computes per-example squared norms over at least one array."""
+    value, depth = sum_entries(stack, _square, jnp.add)
+    # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
+    rounded_square = any(x.dtype.itemsize > 2 for x in stack)
+    return SquaredNorm(
+        value, depth + rounded_square, sum(x.bits.shape[1] for x in stack)
+    )
+
+
+def _square(rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
+    del start, operands
+    return jnp.square(rows)
 
 
 @functools.partial(jax.jit, static_argnames="add")
