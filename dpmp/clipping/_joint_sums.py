@@ -104,9 +104,9 @@ class ReleasedMetrics:
     def __post_init__(self):
         guess = "Use a public guess, such as the loss of random predictions."
         positive = functools.partial(_validate.positive, fix=guess)
-        _validate.fields(self, largest_loss=_validate.optional(positive))
         _validate.fields(
             self,
+            largest_loss=_validate.optional(positive),
             norm_share=_validate.probability,
             fraction_clipped=_validate.boolean,
             fraction_overflowed=_validate.boolean,

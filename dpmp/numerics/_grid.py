@@ -16,7 +16,7 @@ from dpmp import _validate
 from dpmp._arrays import as_device_dtypes
 from dpmp._fence import at_least_float32
 from dpmp._typing import PyTree
-from dpmp._validate import as_number, as_real
+from dpmp._validate import as_real
 from dpmp._warnings import warn
 from dpmp.numerics._interface import Arithmetic
 
@@ -169,16 +169,12 @@ class GridSums(Arithmetic):
 
     def for_clip_norms(self, bounds: Sequence[float], l2_norm_bound: float) -> Self:
         """Makes a grid whose integer max_norms never exceed the true norms."""
-        resolution = as_number(self.resolution)
-        if not (
-            _validate.is_integer(resolution)
-            and 0 < resolution <= self.largest_resolution
-        ):
-            _validate.fail(
-                f"resolution must be an integer from 1 to {self.largest_resolution}. "
-                f"Leave it out for {DEFAULT_RESOLUTION}.",
-                resolution=resolution,
-            )
+        resolution = _validate.integer_in(
+            range(1, self.largest_resolution + 1),
+            f"resolution must be an integer from 1 to {self.largest_resolution}. "
+            f"Leave it out for {DEFAULT_RESOLUTION}.",
+            resolution=self.resolution,
+        )
         if not math.isfinite(l2_norm_bound):
             _validate.fail(
                 '"exact" and "bounded" sums need a finite clip norm, and '

@@ -142,8 +142,7 @@ class Policy:
         return self._cast_params(params, self.param_dtype)
 
     def _cast_params(self, params: PyTree, dtype: Any) -> PyTree:
-        names = _rules.names_of(params)
-        _rules.check_found("float32_paths", self.float32_paths, names)
+        names = _rules.checked_paths(params, "float32_paths", self.float32_paths)
 
         def cast(name: str, x: Any) -> jax.Array:
             is_wide = any(re.search(p, name) for p in self.float32_paths)

@@ -91,8 +91,8 @@ def applied(
     """Makes `fun` round its products by rules; see `Policy.in_product_precision`."""
 
     def rounded_fun(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        paths = names_of(params)
-        check_found("products", [x for x, _ in rules], paths, others=[""])
+        expressions = [expression for expression, _ in rules]
+        paths = checked_paths(params, "products", expressions, others=[""])
         if is_rounded is not None and np.shape(is_rounded) != (len(paths) + 1,):
             _validate.fail(
                 "is_rounded must have a number for each parameter, and one for all "
@@ -129,25 +129,20 @@ def applied(
     return rounded_fun
 
 
-def names_of(params: PyTree) -> list[str]:
-    """The paths of parameters as the expressions of a policy see them."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return [jax.tree_util.keystr(x, simple=True, separator="/") for x in paths]
-
-
 def rule_for(rules: Rules, path: str) -> tuple[str, str] | None:
     """The rule for the products of a parameter; None to leave them as they are."""
     found = next((rule for rule in rules if re.search(rule[0], path)), None)
     return None if found is None or found[1] == UNROUNDED else found
 
 
-def check_found(
-    what: str,
-    expressions: Sequence[str],
-    paths: Sequence[str],
-    others: Sequence[str] = (),
-) -> None:
-    """Raises ValueError for an expression that is found in no path."""
+def checked_paths(
+    params: PyTree, what: str, expressions: Sequence[str], others: Sequence[str] = ()
+) -> list[str]:
+    """The paths of parameters; ValueError for an expression that is found in none."""
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(params)
+    ]
     unused = [
         expression
         for expression in expressions
@@ -159,6 +154,7 @@ def check_found(
             f"first ones are {', '.join(paths[:8])}.",
             unused=unused,
         )
+    return paths
 
 
 def _of_qwix(rule: Any) -> tuple[str, str]:
