@@ -1,18 +1,13 @@
 """Computes clip coefficients that bound the computed contributions.
 
-The clip coefficient of an example multiplies its gradient g. Let u be the unit roundoff
-of float32, and let the computed squared norm of g have r roundings on its longest path.
-It is then at least (1 - u)^r times the true squared norm, so that the contribution
+The clip coefficient of an example multiplies its gradient g. For the unit roundoff u of
+float32, and r roundings on the longest path to the squared norm of g, the contribution
 
     y = round(coef * g),    coef = round(bound / round(sqrt(squared norm)))
 
-has a norm of at most bound * (1 + (r/2 + 3) u + O(u^2)). So |y| <= l2_clip_norm if
-`bound` is the clip norm divided by that factor. `_SPARE_ROUNDINGS` also covers the
-second-order terms, and hardware whose square root or division is off by a few units in
-the last place.
-
-Automatic clipping divides by norm + stability. docs/proofs.md says why the same bound
-holds.
+has a norm of at most bound * (1 + (r/2 + 3) u + O(u^2)): see docs/proofs.md. So
+|y| <= l2_clip_norm if `bound` is the clip norm divided by that factor. Automatic
+clipping divides by norm + stability, and the same bound holds.
 """
 
 import functools
@@ -31,7 +26,8 @@ from dpmp._validate import as_real
 from dpmp.numerics import UNIT_ROUNDOFF, Arithmetic, SquaredNorm, at_least_float32
 
 # Three for the roundings in the formula of the module, one for the rounding of a
-# float64 term to a float32 sum, and four to spare.
+# float64 term to a float32 sum, and four to spare: for the second-order terms, and for
+# hardware whose square root or division is off by a few units in the last place.
 _SPARE_ROUNDINGS = 8
 
 

@@ -8,10 +8,8 @@ the noise on the gradient is wider by a factor of sqrt(1 + (k / C)^2). (Two mech
 that share the privacy budget would cost the same.)
 
 An overflow is an example whose gradient norm is not finite. The number of overflows
-costs nothing, and has noise of `noise_multiplier` examples: an example adds either
-(clipped gradient, 0) or, if it overflows, (0, C). docs/proofs.md has the proof.
-
-An adaptive clip norm is one more coordinate, with its own share of the norm.
+costs nothing: docs/proofs.md shows why. An adaptive clip norm is one more coordinate,
+with its own share of the norm.
 """
 
 import dataclasses
