@@ -111,9 +111,6 @@ class DiscreteGaussian:
 
         It is at most 4 % more from 3000 units of the grid on, and at most 0.25 % more
         from 33,000 units on.
-
-        Raises:
-          ValueError: if `stddev` is more than about 67 million units.
         """
         needed = math.ceil(_num_squares(stddev))
         if not needed <= _LARGEST_SQUARES[4]:
