@@ -15,12 +15,9 @@ from dpmp._typing import PyTree
 
 @contextlib.contextmanager
 def without_debugging() -> Iterator[None]:
-    """Turns off jax's flags for debugging.
-
-    These flags look at all arrays, also those of the batch and the results. Their
-    exceptions would show that an example, or its gradient, is not finite. And without
-    jit, each operation would be visible.
-    """
+    """Turns off jax's flags for debugging, which look at sensitive arrays, too."""
+    # Their exceptions would show that an example, or its gradient, is not finite. And
+    # without jit, each operation would be visible.
     with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
         yield
 
@@ -38,21 +35,13 @@ def check_keys(what: str, tree: PyTree) -> None:
 
 
 def is_narrow(x: Any) -> bool:
-    """Whether an element of the array has fewer than 8 bits.
-
-    jax refuses such arrays as arguments of compiled programs, on CPUs at least.
-    """
+    """Whether elements have fewer than 8 bits: on CPUs, programs refuse such arrays."""
     is_number = not jnp.issubdtype(x.dtype, jax.dtypes.extended)  # as keys are
     return is_number and jax.dtypes.itemsize_bits(x.dtype) < 8
 
 
 def as_device_dtypes(tree: PyTree) -> PyTree:
-    """Turns the leaves into NumPy arrays of dtypes that jax has.
-
-    Arrays of jax, shapes and numbers of Python stay. A value that overflows causes no
-    warning. Raises ValueError, with the path of the leaf, for a dtype that jax does not
-    have: its own error would show the values.
-    """
+    """Turns leaves into NumPy arrays of jax's dtypes; its arrays and numbers stay."""
     return jax.tree_util.tree_map_with_path(_in_device_dtype, tree)
 
 
@@ -75,7 +64,7 @@ def _in_device_dtype(path: Any, x: Any) -> Any:
 
 
 def as_array(path: Any, x: Any) -> np.ndarray:
-    """Turns the leaf with a path into a NumPy array of a dtype that jax has."""
+    """Turns a leaf into a NumPy array; jax's error for its dtype would show values."""
     array = np.empty(0, object)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         x = None  # NumPy cannot have keys

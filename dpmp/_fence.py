@@ -1,12 +1,17 @@
-"""Makes the compiler compute a result once and store it.
+"""Makes the compiler compute a result once and store it, so that all read the same.
 
 A compiler may fuse a computation into each operation that reads its result. It then
-repeats the computation for each reader. An `optimization_barrier` does not help: XLA's
+repeats the computation for each reader. The repetitions may differ: it may contract a
+product into an addition in one place and not in the other, or use the float32 number
+from which a 16-bit value was rounded. A norm would then belong to other numbers than
+the sum. An `optimization_barrier` does not help: XLA's
 CPU compiler removes it before it decides what to fuse. The results of a branch
 (`jax.lax.cond`) are always stored in memory, and nothing is fused across its end.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,14 +29,9 @@ def fence(tree: PyTree) -> PyTree:
 def materialize(compute: Callable[[], PyTree], depends_on: PyTree) -> PyTree:
     """Computes once and stores the result: XLA does not fuse across `lax.cond`.
 
-    Args:
-      compute: returns a tree of arrays.
-      depends_on: a tree with at least one array that is not a constant of the program.
-        The condition of the branch is computed from these arrays, and the compiler
-        cannot tell that it is always true (a 32-bit integer never has 64 bits set).
-
-    Returns:
-      The output of `compute`, stored in memory.
+    `depends_on` has an array that is not a constant of the program. From such arrays,
+    the condition of the branch is computed, and the compiler cannot tell that it is
+    always true (a 32-bit integer never has 64 bits set).
     """
     integer = jnp.zeros((), jnp.uint32)
     leaves = [x for x in jax.tree.leaves(depends_on) if isinstance(x, jax.Array)]
@@ -67,10 +67,7 @@ def _first(x: jax.Array) -> jax.Array:
 def _without_repetitions(
     compute: Callable[[], PyTree],
 ) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], PyTree]]:
-    """Makes `compute` return each array once, with a function that restores its tree.
-
-    A branch stores an array twice if it returns it twice.
-    """
+    """Makes `compute` store no array twice; the other function restores its tree."""
     found = []
 
     def compute_once() -> list[Any]:
@@ -85,3 +82,52 @@ def _without_repetitions(
         return treedef.unflatten(arrays[i] for i in places)
 
     return compute_once, restore
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A stack of per-example arrays, flattened, as one leaf of a pytree."""
+
+    # The entries, (B, n), as uint16 for 16-bit floats: integers stop XLA from computing
+    # slices from a float32 copy of the whole stack.
+    bits: jax.Array
+    dtype: Any  # of the floats
+    shape: tuple[int, ...]  # of one example
+
+
+def floats_of(bits: jax.Array, dtype: Any) -> jax.Array:
+    """Converts stored bits to floats of 32 bits or more."""
+    if dtype == jnp.bfloat16:  # the upper half of a float32
+        return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+    if bits.dtype != dtype:
+        bits = jax.lax.bitcast_convert_type(bits, dtype)
+    return bits.astype(at_least_float32(dtype))
+
+
+def at_least_float32(*dtypes: Any) -> Any:
+    """The widest float dtype among float32 and the given dtypes."""
+    floats = [d for d in map(jnp.dtype, dtypes) if jnp.issubdtype(d, jnp.floating)]
+    return max((jnp.dtype(jnp.float32), *floats), key=lambda d: d.itemsize)
+
+
+def compute_and_store(
+    compute: Callable[[], tuple[PyTree, PyTree]], depends_on: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Makes `StoredArray`s, by `materialize`, of the first result: arrays (B, ...)."""
+    compute = jax.jit(compute)  # so that it is traced once
+    shapes, _ = jax.eval_shape(compute)
+
+    def compute_bits():
+        grads, rest = compute()
+        return jax.tree.map(_to_bits, grads), rest
+
+    bits, rest = materialize(compute_bits, depends_on)
+    stored = jax.tree.map(
+        lambda x, s: StoredArray(x, s.dtype, s.shape[1:]), bits, shapes
+    )
+    return stored, rest
+
+
+def _to_bits(x: jax.Array) -> jax.Array:
+    x = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x

@@ -33,17 +33,11 @@ from dpmp._typing import PyTree
 )
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The part of an array that a device has, inside of `jax.shard_map`.
-
-    Attributes:
-      array: the part.
-      axis: the number of the axis that devices divide.
-      names: the mesh axes of these devices.
-    """
+    """The part of an array that a device has, inside of `jax.shard_map`."""
 
     array: jax.Array
-    axis: int
-    names: tuple[str, ...]
+    axis: int  # the number of the axis that devices divide
+    names: tuple[str, ...]  # the mesh axes of these devices
 
     def whole(self) -> jax.Array:
         """Gathers the array from all devices, which must call this together."""
@@ -73,11 +67,7 @@ def check_not_mapped(what: str, reason: str, *, fix: str) -> None:
 
 
 def check_types_without_axes(tree: PyTree) -> None:
-    """Raises ValueError for arrays whose type says that devices have different ones.
-
-    `jax.shard_map` makes such types with `check_vma=True`. Then jax adds the gradient
-    of an argument that all devices share up over the devices, before it is clipped.
-    """
+    """Raises ValueError for types that `jax.shard_map` makes with `check_vma=True`."""
     types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(tree)]
     if axes := set[str]().union(*(x.varying for x in types)):
         _validate.fail(
@@ -93,9 +83,8 @@ def on_automatic_axes(
 ) -> Callable[..., Any]:
     """Makes a function that computes the same as `fun` on a mesh of any kind.
 
-    `out_specs` returns a partition spec for each array of the output of `fun`. Its
-    arguments are the positional arguments of `fun`, with partition specs in place of
-    arrays, and the output of `fun`.
+    `out_specs` returns the partition specs of the arrays of the output, from the specs
+    of the positional arguments, and the output.
     """
 
     @functools.wraps(fun)
@@ -131,11 +120,7 @@ def on_automatic_axes(
 
 
 def resharded(x: Any) -> Any:
-    """Reshards an array that a function closes over to the mesh of that function.
-
-    jax changes the types of axes of arguments alone. A value that is not an array is
-    returned unchanged.
-    """
+    """Reshards an array to this mesh; jax does that with arguments alone."""
     here = jax.sharding.get_abstract_mesh()
     if not isinstance(x, jax.Array) or here.explicit_axes:
         return x
@@ -155,10 +140,7 @@ def is_explicit(x: Any) -> bool:
 
 
 def automatic(x: Any) -> Any:
-    """The same array, on the same devices, with auto axes in place of explicit ones.
-
-    Traced arrays, and other values, are returned unchanged.
-    """
+    """The same array, unless it is traced, with auto axes in place of explicit ones."""
     if not is_explicit(x) or isinstance(x, jax.core.Tracer):
         return x
     mesh = x.sharding.mesh
@@ -168,11 +150,7 @@ def automatic(x: Any) -> Any:
 
 
 def spec_of(x: Any) -> jax.P:
-    """The partition spec of an array, or `P()` if it is not known.
-
-    It is known for arrays outside of traced functions, for shapes with a sharding, and
-    for arrays on explicit axes.
-    """
+    """The partition spec of an array, or `P()` if it is not known, as in traces."""
     is_traced = isinstance(x, jax.core.Tracer)
     sharding = jax.typeof(x).sharding if is_traced else getattr(x, "sharding", None)
     return sharding.spec if isinstance(sharding, jax.NamedSharding) else jax.P()
@@ -201,8 +179,7 @@ def within(mesh: Any) -> contextlib.AbstractContextManager[Any]:
 def traced_outside(trace: Callable[[], Any]) -> Any:
     """Calls a function that traces a program, without the mesh that is set if it can.
 
-    The mesh would stay in the program. Then devices that divide a batch could not run
-    it on their parts.
+    Devices could not run a program that holds the mesh on their parts of a batch.
     """
     if not jax.sharding.get_abstract_mesh().empty:
         none = jax.sharding.AbstractMesh((), ())
@@ -244,11 +221,7 @@ def _automatic(mesh: Any) -> Any:
 
 
 def strongly_typed(tree: PyTree) -> PyTree:
-    """Makes the dtypes of all arrays strong (the opposite of jax's weak types).
-
-    A Python number is weakly typed, and so is an array that was computed from Python
-    numbers alone. The array that a step returns in its place may be strongly typed.
-    """
+    """Makes the dtypes of all arrays strong, as those that a step returns may be."""
 
     def make_strong(x: Any) -> jax.Array:
         x = jnp.asarray(x)
@@ -259,11 +232,10 @@ def strongly_typed(tree: PyTree) -> PyTree:
 
 
 def colocated(tree: PyTree, others: PyTree = ()) -> PyTree:
-    """Copies the arrays of a tree to the devices of the committed ones.
+    """Copies arrays to the devices of the committed ones, also those of `others`.
 
-    jax leaves a committed array on its devices, and may move an uncommitted one. The
-    arrays of `others` count, too. If no array is committed, the tree is unchanged. An
-    array that is committed to one device is copied, if others are on a mesh of several.
+    An array that is committed to one device is copied, if others are on a mesh of
+    several.
     """
     placed = [x.sharding for x in jax.tree.leaves((tree, others)) if _is_committed(x)]
     if not placed:
@@ -291,10 +263,7 @@ def _put(x: Any, home: jax.sharding.Sharding) -> jax.Array:
 
 
 def places(tree: PyTree) -> PyTree:
-    """The sharding of each committed array and None for others (`out_shardings`).
-
-    For a `jax.ShapeDtypeStruct`, it is the struct's own sharding, or None.
-    """
+    """The sharding of each committed array or shape, and None for others."""
 
     def place(x: Any) -> Any:
         has_sharding = _is_committed(x) or isinstance(x, jax.ShapeDtypeStruct)

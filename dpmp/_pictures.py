@@ -8,11 +8,7 @@ from dpmp import _validate
 
 
 def new_figure(**options: Any) -> Any:
-    """Makes an empty matplotlib figure; `options` are the arguments of its class.
-
-    Raises:
-      ModuleNotFoundError: if matplotlib is not installed.
-    """
+    """Makes an empty matplotlib figure; `options` are the arguments of its class."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -26,11 +22,7 @@ def new_figure(**options: Any) -> Any:
 
 
 def save(draw: Callable[[], Any], output: pathlib.Path) -> None:
-    """Writes the figure that `draw` makes into a file, for a command.
-
-    Raises:
-      ValueError: without matplotlib, or if the file cannot be written.
-    """
+    """Writes the figure that `draw` makes into a file, for a command."""
     try:
         figure = draw()
     except ModuleNotFoundError as error:  # the user can mend that

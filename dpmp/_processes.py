@@ -18,12 +18,7 @@ T = TypeVar("T")
 
 
 def on_first(action: Callable[[], T]) -> T | None:
-    """Runs an action on the first process, while the others wait.
-
-    Raises:
-      Exception: on the first process, the error of the action.
-      RuntimeError: on the other processes, if the action has failed.
-    """
+    """Runs an action on the first process, while the others wait."""
     if jax.process_count() == 1:
         return action()
     result, error = None, None

@@ -24,16 +24,9 @@ _KEY_PARITY = np.uint32(0x1BD11BDA)
 
 
 def fresh_key() -> jax.Array:
-    """Draws a new 128-bit key from the operating system.
-
-    If there are several processes, all of them must call this function, and all receive
-    the key that the first one has drawn.
-
-    Raises:
-      ValueError: inside a traced function. There the key would be a constant of the
-        compiled program, and every run of that program would repeat the same noise.
-    """
-    # Under a transformation that traces, any new array is traced.
+    """Draws a new 128-bit key from the operating system, the same on all processes."""
+    # Under a transformation that traces, any new array is traced. There the key would
+    # be a constant of the program, every run of which would repeat the same noise.
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         _validate.fail(
             "a key from the system must be drawn outside of jax.jit and other "
@@ -73,21 +66,17 @@ def check_model_key(what: str, key: Any) -> None:
 
 
 def fold_in(prng_key: jax.Array, data: Any) -> jax.Array:
-    """Computes `jax.random.fold_in` once; see `_in_memory`."""
+    """Computes `jax.random.fold_in` once."""
     return _in_memory(lambda: jax.random.fold_in(prng_key, data), prng_key)
 
 
 def split(prng_key: jax.Array, num: int) -> jax.Array:
-    """Computes `jax.random.split` once; see `_in_memory`."""
+    """Computes `jax.random.split` once."""
     return _in_memory(lambda: jax.random.split(prng_key, num), prng_key)
 
 
 def _in_memory(derive: Callable[[], jax.Array], prng_key: jax.Array) -> jax.Array:
-    """Derives keys from another key, and stores them in memory.
-
-    Otherwise the compiler could fuse the derivation into every operation that reads
-    the keys, and each link of a chain of keys would multiply the work.
-    """
+    """Derives keys and stores them: each link of a chain would multiply the work."""
     words = materialize(
         lambda: jax.random.key_data(derive()), jax.random.key_data(prng_key)
     )
@@ -134,11 +123,7 @@ def positions(
 
 
 def threefry4x32(key: Sequence[Any], counter: Sequence[Any]) -> list[Any]:
-    """Encrypts a counter, elementwise and in constant time.
-
-    Key, counter and result are four uint32 arrays each, of jax or of NumPy; key and
-    counter broadcast.
-    """
+    """Encrypts four uint32 arrays with four others, elementwise in constant time."""
     schedule = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ _KEY_PARITY]
     x = [word + k for word, k in zip(counter, schedule[:4], strict=True)]
     for i in range(_NUM_ROUNDS):

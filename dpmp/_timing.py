@@ -39,10 +39,7 @@ def median_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
 def measure(
     functions: Mapping[Name, Callable[..., Any]], rounds: int, *args: Any
 ) -> tuple[dict[Name, jax.stages.Compiled], dict[Name, list[float]]]:
-    """Compiles functions of the same arguments, and times them in turn.
-
-    Every `jax.ShapeDtypeStruct` in the arguments stands for zeros.
-    """
+    """Compiles functions, and times them in turn; shapes in `args` stand for zeros."""
 
     def fill(x: Any) -> Any:
         is_shape = isinstance(x, jax.ShapeDtypeStruct)

@@ -19,7 +19,6 @@ import numpy as np
 
 _Number = TypeVar("_Number", int, float)
 
-
 _LONGEST = 400  # characters of a value in a message
 
 
@@ -66,9 +65,7 @@ def _shown(value: Any) -> str:
 def as_number(value: Any) -> Any:
     """Converts an integer to `int` and any other real number to `float`.
 
-    NumPy and jax scalars count as numbers, and so do their arrays without axes. A
-    `bool` and a traced value do not count as numbers. They are returned unchanged, and
-    so is everything else.
+    Arrays without axes count as numbers, but a `bool` and a traced value do not.
     """
     if isinstance(value, bool | jax.core.Tracer):
         return value
@@ -225,10 +222,7 @@ def one_of(names: Collection[Any], **value: Any) -> Any:
 def checked(
     checks: Mapping[str, tuple[Callable[..., Any], str]], **values: Any
 ) -> list[Any]:
-    """Returns the checked values in their order.
-
-    `checks` has a check, such as `positive`, and its fix for each name.
-    """
+    """Returns the checked values; `checks` has a check and its fix for each name."""
     found = []
     for name, value in values.items():
         check, fix = checks[name]
@@ -237,11 +231,7 @@ def checked(
 
 
 def fields(instance: Any, **checks: Callable[..., Any]) -> None:
-    """Replaces fields of a frozen dataclass by their checked values.
-
-    `checks` has a check for each field: `positive`, for example, or
-    `functools.partial(positive, fix="Use 8.")`.
-    """
+    """Replaces fields of a frozen dataclass by their checked values."""
     for name, check in checks.items():
         object.__setattr__(instance, name, check(**{name: getattr(instance, name)}))
 

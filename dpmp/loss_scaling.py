@@ -199,10 +199,9 @@ def check(loss_scale: LossScale) -> None:
                 loss_scale=getattr(loss_scale, "__name__", ""),
             )
         _validate.function("loss", loss_scale=loss_scale)
-    else:
-        if not _validate.is_scale(loss_scale):
-            _validate.fail(
-                "loss_scale must be a power of two from 2^-40 to 2^40. Use 2.0**10, "
-                "for example. Other numbers would round the gradient.",
-                loss_scale=loss_scale,
-            )
+    elif not _validate.is_scale(loss_scale):
+        _validate.fail(
+            "loss_scale must be a power of two from 2^-40 to 2^40. Use 2.0**10, for "
+            "example. Other numbers would round the gradient.",
+            loss_scale=loss_scale,
+        )

@@ -1,26 +1,13 @@
 """The privacy loss of an epoch of random allocation, by its likelihood ratio.
 
-In an epoch of S steps, an example takes part in one step, drawn uniformly. Let Q be the
-noise of all steps without it, and P that with it: a mixture of S Gaussians, each moved
-by one noise standard deviation over the noise multiplier in the entry of one step. An
-adaptive run is post-processing of these entries; see docs/proofs.md. The likelihood
-ratio of P and Q is Y = (V_1 + ... + V_S) / S. Under Q, the V_i are independent and
-lognormal with mean 1.
-
-*A larger distribution.* For every epsilon, both E_Q[(Y - e^epsilon)_+], the delta in
-the direction from P to Q, and E_Q[(1 - e^epsilon Y)_+], that in the other direction,
-are expectations of convex functions of Y. They can only rise if Y is replaced by a
-random variable of the same mean that is more spread out: if some of its mass moves to
-two values around it. So can the deltas of several composed epochs, which are convex in
-each of their ratios, and a sum of independent variables is more spread out if one of
-them is. So every V_i / S is spread to the points exp(h j) of a grid, j an integer, and
-after each addition the sums are spread again. A small mass above the grid leaves its
-mean at infinity, and one below it is spread to 0. What results has mean 1 and is the
-likelihood ratio of two distributions, whose losses in both directions lie on the grid.
+In an epoch of S steps, an example takes part in one step, drawn uniformly. The
+likelihood ratio is Y = (V_1 + ... + V_S) / S. Without the example, the V_i are
+independent and lognormal with mean 1. Every V_i / S is spread to the points exp(h j) of
+a grid, j an integer, and after each addition the sums are spread again, which can only
+raise a delta: docs/proofs.md has the proof.
 
 The V_i add up by doubling, in 2 log2(S) additions. The sum of 1 + S' of them varies
-less than one of them relative to its mean, so the grid becomes finer as they add up. A
-grid of a quarter of the intervals gave an epsilon that was less by at most 2e-4 of it.
+less than one of them relative to its mean, so the grid becomes finer as they add up.
 
 *Rounding.* All terms are positive, so that relative errors stay small. But each
 doubling would double them. So after each addition, masses are divided by their sum,
@@ -53,10 +40,7 @@ _LEAST_NOISE = 0.05  # below, likelihood ratios are too large for a float
 def epoch_loss_distribution(
     noise_multiplier: float, steps: int, interval: float
 ) -> privacy_loss_distribution.PrivacyLossDistribution:
-    """The privacy losses of one epoch, rounded to multiples of an interval.
-
-    Raises ArithmeticError if there is too little noise for floating point.
-    """
+    """The privacy losses of one epoch, rounded to multiples of an interval."""
     if noise_multiplier < _LEAST_NOISE:
         raise ArithmeticError("likelihood ratios are out of range")
     signal = 1 / noise_multiplier
@@ -110,10 +94,7 @@ class _Ratio:
         )
 
     def trimmed(self) -> "_Ratio":
-        """Spreads a tiny mass at both ends to 0, to infinity and to the next value.
-
-        Corrects the rounding of the masses.
-        """
+        """Spreads tiny masses at both ends, and corrects the rounding of all masses."""
         masses, values, means = self.masses, self.values, self.means
         start = int(np.searchsorted(np.cumsum(masses), _TAIL))
         end = len(masses) - int(np.searchsorted(np.cumsum(means[::-1]), _TAIL))

@@ -11,8 +11,8 @@ from scipy import optimize
 
 from dpmp import _validate
 from dpmp.accounting import _epsilon
-from dpmp.accounting._events import DEFAULT_RELATION, check, check_relation
-from dpmp.accounting._steps import Run, steps_of
+from dpmp.accounting._epsilon import Run
+from dpmp.accounting._events import DEFAULT_RELATION, check, check_relation, steps_of
 
 _LOG_NOISE_RANGE, _LOG_NOISE_TOLERANCE = (-9.0, 21.0), 5e-5
 
@@ -71,18 +71,9 @@ def calibrate_noise_multiplier(
 def least_noise_multiplier(
     epsilon_of: Callable[[float], float], *, epsilon: float, delta: float, guess: float
 ) -> float:
-    """The smallest noise multiplier for which `epsilon_of` is at most `epsilon`.
+    """The smallest noise multiplier for which `epsilon_of`, which falls, is `epsilon`.
 
-    It does for other events what `calibrate_noise_multiplier` does for Gaussian steps.
-
-    Args:
-      epsilon_of: computes epsilon of a noise multiplier. It must be a falling function.
-      epsilon: the target epsilon.
-      delta: the delta for which `epsilon_of` computes epsilon.
-      guess: the noise multiplier from which the search starts.
-
-    Raises:
-      ValueError: if the target needs a noise multiplier above 1e9.
+    The search starts from `guess`. `delta` is the one for which `epsilon_of` is.
     """
     guess, confirmed = _validate.positive(guess=guess), []
 

@@ -9,7 +9,7 @@ import functools
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import dp_accounting
 import numpy as np
@@ -21,11 +21,12 @@ from dpmp.accounting._allocation import ROUNDING, epoch_loss_distribution
 from dpmp.accounting._events import (
     DEFAULT_RELATION,
     RandomAllocationDpEvent,
+    Step,
     check_delta,
     check_relation,
+    steps_of,
 )
 from dpmp.accounting._rounding import digits_above, round_up
-from dpmp.accounting._steps import Run, Step, steps_of
 
 _Relation = dp_accounting.NeighboringRelation
 _Bound: TypeAlias = tuple[float, str]  # epsilon, and the accountant in words
@@ -43,6 +44,24 @@ _LARGEST_INTERVAL = 100.0
 _MARGIN = 1e-6
 # Below 3.5, only integers are used: for other orders, the series may not converge.
 _RDP_ORDERS = (2, 3, *np.arange(3.5, 11, 0.1), *range(11, 64), 96, 128, 256, 512, 1024)
+
+
+class Run(NamedTuple):
+    """All steps of a run, and the neighbouring relation to account for."""
+
+    steps: tuple[Step, ...]
+    relation: _Relation
+
+    @property
+    def num_steps(self) -> int:
+        return sum(step.times for step in self.steps)
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        parts: list[Any] = [
+            dp_accounting.SelfComposedDpEvent(s.event, s.times) for s in self.steps
+        ]
+        return dp_accounting.ComposedDpEvent(parts)
 
 
 @dataclass(frozen=True)
@@ -226,15 +245,7 @@ def _rdp_bound(run: Run, delta: float) -> _Bound:
 
 
 def _untruncated_bound(run: Run, delta: float, *, share: float) -> _Bound:
-    """Charges truncation to a share of delta, and analyses the run without it.
-
-    Let M be the run, N the same run without truncation, and t the probability that N
-    has a batch above the limit. With the same random choices, M and N agree until such
-    a batch occurs. So |P[M in S] - P[N in S]| <= t on any one dataset. If N is
-    (epsilon, d)-DP, then for neighbours A and B
-      P[M(A) in S] <= P[N(A) in S] + t <= e^epsilon P[N(B) in S] + d + t
-                   <= e^epsilon P[M(B) in S] + d + (1 + e^epsilon) t.
-    """
+    """Charges truncation to a share of delta: docs/proofs.md shows its price."""
     tail = math.fsum(step.times * step.truncation for step in run.steps)
     if not 0 < 2 * tail <= delta * share:
         return _NO_ANSWER

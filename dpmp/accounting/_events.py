@@ -1,4 +1,4 @@
-"""Describes runs of DP-SGD as events for an accountant, and checks their arguments.
+"""Describes runs of DP-SGD as events for an accountant, and splits events into steps.
 
 The events are those of dp_accounting. RDP accountants do not support truncated events.
 All functions raise ValueError for an argument out of range.
@@ -6,12 +6,14 @@ All functions raise ValueError for an argument out of range.
 
 import bisect
 import dataclasses
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import dp_accounting
 from scipy import stats
 
 from dpmp import _validate
+from dpmp._validate import as_number
 
 # By default, one example of the first dataset is replaced by padding in the second.
 DEFAULT_RELATION = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
@@ -136,19 +138,12 @@ def truncated_dpsgd_event(
 
 @dataclasses.dataclass(frozen=True)
 class RandomAllocationDpEvent(dp_accounting.DpEvent):
-    """An epoch in which each example takes part in one step, drawn uniformly.
+    """An epoch in which each example takes part in one step, drawn uniformly."""
 
-    Attributes:
-      noise_multiplier: the noise multiplier of every step.
-      steps: the number of steps of the epoch.
-      num_examples: the size of the larger of two neighbouring datasets.
-      truncated_batch_size: the size of the largest batch.
-    """
-
-    noise_multiplier: float
-    steps: int
-    num_examples: int
-    truncated_batch_size: int
+    noise_multiplier: float  # of every step
+    steps: int  # of the epoch
+    num_examples: int  # of the larger of two neighbouring datasets
+    truncated_batch_size: int  # the size of the largest batch
 
 
 def random_allocation_event(
@@ -255,3 +250,84 @@ def _repeat(
     if noise_multiplier == 0:
         return dp_accounting.NonPrivateDpEvent()
     return dp_accounting.SelfComposedDpEvent(step, iterations)
+
+
+class Step(NamedTuple):
+    """A kind of step, and how many times a run takes it."""
+
+    noise_multiplier: float
+    sampling_prob: float
+    times: int
+    truncated_event: dp_accounting.DpEvent | None = None
+    truncation: float = 0.0  # the probability that a batch is truncated
+    # With random allocation, the step stands for a whole epoch.
+    allocated_event: RandomAllocationDpEvent | None = None
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        plain = sampled_event(self.noise_multiplier, self.sampling_prob)
+        return self.allocated_event or self.truncated_event or plain
+
+
+def steps_of(event: Any, times: int = 1) -> tuple[Step, ...]:
+    """Splits an event into its kinds of steps."""
+    match event:
+        case dp_accounting.NoOpDpEvent() | dp_accounting.SelfComposedDpEvent(count=0):
+            return ()
+        case dp_accounting.NonPrivateDpEvent():
+            return (_sampled(0.0, 1.0, times),)
+        case dp_accounting.SelfComposedDpEvent(event=part, count=count):
+            return steps_of(part, times * as_number(count))
+        case dp_accounting.ComposedDpEvent(events=parts):
+            return tuple(step for part in parts for step in steps_of(part, times))
+        case dp_accounting.GaussianDpEvent(noise_multiplier=noise):
+            return (_sampled(noise, 1.0, times),)
+        case dp_accounting.PoissonSampledDpEvent(
+            event=dp_accounting.GaussianDpEvent(noise_multiplier=noise)
+        ):
+            return (_sampled(noise, event.sampling_probability, times),)
+        case dp_accounting.TruncatedSubsampledGaussianDpEvent():
+            return (_truncated(event, times),)
+        case RandomAllocationDpEvent():
+            return (_allocated(event, times),)
+    is_event = isinstance(event, dp_accounting.DpEvent)
+    _validate.fail(
+        "event must be made of Gaussian steps, sampled, truncated or composed. Use "
+        "dpsgd_event. For other mechanisms, use an accountant of dp_accounting.",
+        event=event,
+        error=_validate.RefusedError if is_event else TypeError,
+    )
+
+
+def _sampled(noise_multiplier: float, sampling_prob: float, times: int) -> Step:
+    given = {"noise_multiplier": noise_multiplier, "sampling_prob": sampling_prob}
+    noise_multiplier, sampling_prob = check(**given)
+    return Step(noise_multiplier, sampling_prob, times)
+
+
+def _truncated(event: Any, times: int) -> Step:
+    step = _sampled(event.noise_multiplier, event.sampling_probability, times)
+    num_examples = as_number(event.dataset_size)
+    size = as_number(event.truncated_batch_size)
+    if size >= num_examples:
+        return step
+    event = dp_accounting.TruncatedSubsampledGaussianDpEvent(
+        num_examples, step.sampling_prob, size, step.noise_multiplier
+    )
+    tail = _tail(size, num_examples, step.sampling_prob)
+    return step._replace(truncated_event=event, truncation=tail)
+
+
+def _allocated(event: RandomAllocationDpEvent, times: int) -> Step:
+    step = _sampled(event.noise_multiplier, 1 / event.steps, times)
+    size, num_examples = event.truncated_batch_size, event.num_examples
+    if size < num_examples:
+        tail = event.steps * _tail(size, num_examples, step.sampling_prob)
+        step = step._replace(truncation=tail)
+    return step if event.steps == 1 else step._replace(allocated_event=event)
+
+
+def _tail(size: int, num_examples: int, sampling_prob: float) -> float:
+    """The probability of a larger batch; above 0, also where it underflows."""
+    tail = float(stats.binom.sf(size, num_examples, sampling_prob))
+    return max(tail, sys.float_info.min)

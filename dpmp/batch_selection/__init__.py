@@ -9,7 +9,7 @@ sensitive.
 """
 
 from dpmp.batch_selection._allocation import RandomAllocation
-from dpmp.batch_selection._binomial import SAMPLING_TOTAL_VARIATION
+from dpmp.batch_selection._draws import SAMPLING_TOTAL_VARIATION
 from dpmp.batch_selection._poisson import PoissonSampling, pad_indices
 
 __all__ = [

@@ -9,21 +9,20 @@ finds the examples of as many steps as fit in memory. So an epoch of a large dat
 takes several passes, and never a table of the size of the dataset.
 """
 
-import secrets
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dpmp import _validate
-from dpmp.batch_selection._poisson import (
-    PoissonSampling,
-    first_step,
+from dpmp.batch_selection._draws import (
+    draw_subset,
     key_of,
+    last_fair_word,
     random_words,
-    size_for,
 )
-from dpmp.batch_selection._subsets import draw_subset, last_fair_word
+from dpmp.batch_selection._poisson import PoissonSampling, Sampling
 
 # The number of examples that one pass keeps, on average, and that are drawn at once.
 _KEPT, _AT_ONCE = 2**23, 2**20
@@ -31,17 +30,8 @@ _KEPT, _AT_ONCE = 2**23, 2**20
 _STEPS, _REPLACEMENTS, _TRUNCATION = 1, 2, 3
 
 
-def _steps_per_epoch(**value: int) -> int:
-    return _validate.integer_in(
-        range(1, 2**63),
-        "steps_per_epoch must be an integer from 1 to 2^63 - 1. Use num_examples over "
-        "the expected batch size.",
-        **value,
-    )
-
-
 @dataclass(frozen=True)
-class RandomAllocation:
+class RandomAllocation(Sampling):
     """Lets each example take part in one step of every epoch, drawn uniformly.
 
     At the same noise, this is more private than Poisson sampling, where an example
@@ -90,35 +80,19 @@ class RandomAllocation:
     def __post_init__(self):
         _validate.fields(
             self,
-            steps_per_epoch=_steps_per_epoch,
+            steps_per_epoch=functools.partial(
+                _validate.integer_in,
+                range(1, 2**63),
+                "steps_per_epoch must be an integer from 1 to 2^63 - 1. Use "
+                "num_examples over the expected batch size.",
+            ),
             iterations=_validate.positive_integer,
             truncated_batch_size=_validate.optional(_validate.positive_integer),
         )
 
-    def batch_iterator(
-        self,
-        num_examples: int | None = None,
-        rng: np.random.Generator | int | None = None,
-        *,
-        start: int = 0,
-    ) -> Iterator[np.ndarray]:
-        """Yields the indices of all batches in order, ascending int64.
-
-        Args:
-          num_examples: the size of the dataset. A sampling of a mechanism knows it.
-          rng: a NumPy generator from which the key is drawn, or the key itself. None
-            draws a key of 128 bits from the operating system. Epsilon takes the
-            batches for secret, so pass a key only in tests, and for one iterator.
-          start: the first step, if a run goes on.
-        """
-        if isinstance(rng, np.random.Generator):
-            rng = int.from_bytes(rng.bytes(16), "little")
-        key = secrets.randbits(128) if rng is None else rng
-        draw = self.drawer(size_for(self, num_examples), start=start)
-        for step in range(draw.start, self.iterations):
-            yield draw(step, key)
-
-    def drawer(self, num_examples: int, *, start: int = 0) -> "Drawer":
+    def drawer(
+        self, num_examples: int, *, start: int = 0
+    ) -> Callable[[int, int], np.ndarray]:
         """A function from a step and a key to the indices of its batch.
 
         Call it for all steps of a run in order, from `start` on. The key of the first
@@ -128,50 +102,36 @@ class RandomAllocation:
           ValueError: if a number is out of range; when called, for a step that is out
             of order.
         """
-        return Drawer(self, num_examples, start)
+        num_examples = self._size_for(num_examples)
+        start = next_step = self._first_step(start)
+        rest_of_epoch = PoissonSampling(
+            1 / self.steps_per_epoch, self.iterations, self.truncated_batch_size
+        )
+        epoch: _Epoch | None = None
 
+        def draw(step: int, key: int) -> np.ndarray:
+            nonlocal epoch, next_step
+            if step != next_step:
+                _validate.fail(
+                    "batches of random allocation must be drawn in order, because an "
+                    "epoch ties them together. Make another drawer to begin elsewhere.",
+                    step=step,
+                    next_step=next_step,
+                )
+            next_step += 1
+            place = step % self.steps_per_epoch
+            if step - place < start:
+                return rest_of_epoch.indices(step, num_examples=num_examples, key=key)
+            if place == 0:
+                epoch = _Epoch(key_of(key), step, self.steps_per_epoch, num_examples)
+            assert epoch is not None
+            return epoch.indices(place, self.truncated_batch_size)
 
-class Drawer:
-    """Draws the batches of a run, and remembers the present epoch."""
-
-    __slots__ = ("_epoch", "_next", "_num_examples", "_sampling", "start")
-
-    def __init__(self, sampling: RandomAllocation, num_examples: int, start: int):
-        """Begins at a step."""
-        self._sampling = sampling
-        self._num_examples = size_for(sampling, num_examples)
-        self.start = self._next = first_step(sampling, start)
-        self._epoch: _Epoch | None = None
-
-    def __call__(self, step: int, key: int) -> np.ndarray:
-        sampling = self._sampling
-        if step != self._next:
-            _validate.fail(
-                "batches of random allocation must be drawn in order, because an "
-                "epoch ties them together. Make another drawer to begin elsewhere.",
-                step=step,
-                next_step=self._next,
-            )
-        self._next += 1
-        place = step % sampling.steps_per_epoch
-        if step - place < self.start:
-            rest = PoissonSampling(
-                1 / sampling.steps_per_epoch,
-                sampling.iterations,
-                sampling.truncated_batch_size,
-            )
-            return rest.indices(step, num_examples=self._num_examples, key=key)
-        if place == 0:
-            steps = sampling.steps_per_epoch
-            self._epoch = _Epoch(key_of(key), step, steps, self._num_examples)
-        assert self._epoch is not None
-        return self._epoch.indices(place, sampling.truncated_batch_size)
+        return draw
 
 
 class _Epoch:
     """The assignment of one epoch, of which a window of steps is in memory."""
-
-    __slots__ = ("_bounds", "_first", "_key", "_members", "_size", "_step", "_steps")
 
     def __init__(self, key: int, step: int, steps: int, num_examples: int):
         self._key, self._step, self._steps = key, step, steps

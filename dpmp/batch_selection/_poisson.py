@@ -1,14 +1,14 @@
 """The batches of a run: which examples take part in a step, and how many.
 
-The size of a batch is drawn from the binomial distribution. Then that many examples are
-drawn uniformly. If each example is included independently, all batches of one size are
-equally likely. So every batch has the right probability, and the time to draw it is
-proportional to its size and not to the size of the dataset.
+The size of a batch is drawn from the binomial distribution, and then that many examples
+uniformly: docs/proofs.md shows why. So the time to draw a batch is proportional to its
+size and not to the size of the dataset.
 
 Truncation needs no draw of its own: a uniform subset of a uniform subset is a uniform
 subset. So a batch that would be too large is drawn at the largest size to begin with.
 """
 
+import abc
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,14 +19,80 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._validate import as_number
-from dpmp.batch_selection._binomial import draw_binomial
-from dpmp.batch_selection._subsets import draw_subset
+from dpmp.batch_selection._draws import (
+    draw_binomial,
+    draw_subset,
+    key_of,
+    random_words,
+)
 
-_WORD = 2**64
+
+class Sampling(abc.ABC):
+    """What `PoissonSampling` and `RandomAllocation` have in common."""
+
+    iterations: int
+    num_examples: int | None
+
+    @abc.abstractmethod
+    def drawer(
+        self, num_examples: int, *, start: int = 0
+    ) -> Callable[[int, int], np.ndarray]:
+        """A function from a step and its key to the indices of a batch, int64.
+
+        A loop calls it for all steps of a run in order, from `start` on.
+        """
+
+    def batch_iterator(
+        self,
+        num_examples: int | None = None,
+        rng: np.random.Generator | int | None = None,
+        *,
+        start: int = 0,
+    ) -> Iterator[np.ndarray]:
+        """Yields the indices of all batches in order, ascending int64.
+
+        Args:
+          num_examples: the size of the dataset. A sampling of a mechanism knows it.
+          rng: a NumPy generator from which the key is drawn, or the key itself. None
+            draws a key of 128 bits from the operating system. Epsilon takes the
+            batches for secret, so pass a key only in tests, and for one iterator.
+          start: the first step, if a run goes on: the number of steps that were ever
+            begun.
+        """
+        if isinstance(rng, np.random.Generator):
+            rng = int.from_bytes(rng.bytes(16), "little")
+        key = secrets.randbits(128) if rng is None else rng
+        draw = self.drawer(self._size_for(num_examples), start=start)
+        for step in range(self._first_step(start), self.iterations):
+            yield draw(step, key)
+
+    def _size_for(self, given: Any, *, least: int = 1) -> int:
+        """The size of the dataset; ValueError if it is not that of the mechanism."""
+        known = self.num_examples
+        if known is not None and given is not None and as_number(given) != known:
+            _validate.fail(
+                "num_examples must be that of the mechanism, whose noise is not for "
+                "any other. Leave it out, or make a mechanism for this dataset."
+            )
+        return _validate.integer_in(
+            range(least, 2**63),
+            f"num_examples must be an integer from {least} to 2^63 - 1. Pass the size "
+            "of the dataset.",
+            num_examples=known if given is None else given,
+        )
+
+    def _first_step(self, start: Any) -> int:
+        """The step from which a run goes on; ValueError if there is no such step."""
+        return _validate.integer_in(
+            range(self.iterations + 1),
+            f"start must be from 0 to iterations = {self.iterations}. Pass the "
+            "number of steps that were made.",
+            start=start,
+        )
 
 
 @dataclass(frozen=True)
-class PoissonSampling:
+class PoissonSampling(Sampling):
     """Includes each example in each batch independently with the same probability.
 
     >>> sampling = PoissonSampling(sampling_prob=0.25, iterations=3)
@@ -101,7 +167,7 @@ class PoissonSampling:
             "`iterations` before the run starts: privacy is accounted for them.",
             step=step,
         )
-        num_examples = size_for(self, num_examples, least=self.cycle_length)
+        num_examples = self._size_for(num_examples, least=self.cycle_length)
         group = step % self.cycle_length
         size_of_group = len(range(group, num_examples, self.cycle_length))
         draw_words = random_words(key_of(key), step)
@@ -113,36 +179,9 @@ class PoissonSampling:
     def drawer(
         self, num_examples: int, *, start: int = 0
     ) -> Callable[[int, int], np.ndarray]:
-        """A function from a step and its key to `indices`.
-
-        `RandomAllocation.drawer`, which takes the same arguments, needs `start`.
-        """
+        """A function from a step and its key to `indices`; it needs no `start`."""
         del start
         return lambda step, key: self.indices(step, num_examples=num_examples, key=key)
-
-    def batch_iterator(
-        self,
-        num_examples: int | None = None,
-        rng: np.random.Generator | int | None = None,
-        *,
-        start: int = 0,
-    ) -> Iterator[np.ndarray]:
-        """Yields the indices of all batches in order; see `indices`.
-
-        Args:
-          num_examples: the size of the dataset. A sampling of a mechanism knows it.
-          rng: a NumPy generator from which the key is drawn, or the key itself. None
-            draws a key of 128 bits from the operating system. Epsilon takes the
-            batches for secret, so pass a key only in tests, and for one iterator.
-          start: the first step, if a run goes on: the number of steps that were ever
-            begun.
-        """
-        if isinstance(rng, np.random.Generator):
-            rng = int.from_bytes(rng.bytes(16), "little")
-        key = secrets.randbits(128) if rng is None else rng
-        num_examples = size_for(self, num_examples)
-        for step in range(first_step(self, start), self.iterations):
-            yield self.indices(step, num_examples=num_examples, key=key)
 
 
 def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
@@ -182,48 +221,3 @@ def pad_indices(indices: np.ndarray, batch_size: int) -> np.ndarray:
         )
     padding = np.full(batch_size - len(indices), -1, indices.dtype)
     return np.concatenate([indices, padding])
-
-
-def size_for(sampling: Any, given: Any, *, least: int = 1) -> int:
-    """The size of the dataset of a sampling; ValueError if another one is given."""
-    known = sampling.num_examples
-    if known is not None and given is not None and as_number(given) != known:
-        _validate.fail(
-            "num_examples must be that of the mechanism, whose noise is not for any "
-            "other. Leave it out, or make a mechanism for this dataset."
-        )
-    return _validate.integer_in(
-        range(least, 2**63),
-        f"num_examples must be an integer from {least} to 2^63 - 1. Pass the size of "
-        "the dataset.",
-        num_examples=known if given is None else given,
-    )
-
-
-def first_step(sampling: Any, start: Any) -> int:
-    """The step from which a run goes on; ValueError if there is no such step."""
-    return _validate.integer_in(
-        range(sampling.iterations + 1),
-        f"start must be from 0 to iterations = {sampling.iterations}. Pass the "
-        "number of steps that were made.",
-        start=start,
-    )
-
-
-def key_of(key: Any) -> int:
-    """Returns a key as a Python integer; the error for others does not show them."""
-    key = as_number(key)
-    if not (_validate.is_integer(key) and 0 <= key < 2**128):
-        _validate.fail(
-            "key must be an integer from 0 to 2^128 - 1. Use secrets.randbits(128), "
-            "and keep it secret.",
-            key_type=type(key).__name__,
-        )
-    return key
-
-
-def random_words(key: int, step: int, stream: int = 0) -> Callable[[int], np.ndarray]:
-    """Returns a function that draws words from a random stream of one step."""
-    counter = np.array([0, 0, stream, step], np.uint64)
-    key_words = np.array([key % _WORD, key // _WORD], np.uint64)
-    return np.random.Philox(counter=counter, key=key_words).random_raw

@@ -14,7 +14,7 @@ for sums whose arithmetic has a name that begins with "unproved".
 tree. Their results are sensitive until noise is added (`dpmp.noise_addition`).
 """
 
-from dpmp.clipping._adaptive import AdaptiveClipNorm, with_clip_norm
+from dpmp.clipping._adaptive import AdaptiveClipNorm
 from dpmp.clipping._callables import (
     BoundedSensitivityCallable,
     sensitivity,
@@ -29,6 +29,7 @@ from dpmp.clipping._joint_sums import (
     Released,
     ReleasedMetrics,
     contribution,
+    with_clip_norm,
 )
 from dpmp.clipping._shards import Shards
 

@@ -1,11 +1,8 @@
 """A clip norm that follows a quantile of the gradient norms, learned with noise.
 
-Each step counts the examples whose gradient norm is at most the clip norm C: an example
-adds +s to the count if its norm is at most C, and -s if it is above C or not finite.
-Padding adds 0. The count is one more coordinate of the sum of gradients, which are
-clipped and divided by C, and receives noise together with it. So a contribution has a
-norm of at most sqrt(1 + s^2) for every C, and all steps have the same sensitivity.
-docs/proofs.md has the proof.
+An example adds +s to a count if its gradient norm is at most the clip norm C, and -s if
+it is above C or not finite. Padding adds 0. The count is one more coordinate of the sum
+of gradients, which are clipped and divided by C: docs/proofs.md has the proof.
 """
 
 import functools
@@ -19,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _meshes, _validate
-from dpmp._typing import PyTree
 from dpmp._validate import as_real
 
 _positive = functools.partial(_validate.positive, fix="Leave it out for the default.")
@@ -153,17 +149,11 @@ class AdaptiveClipNorm:
         return math.hypot(1, self.norm_share) - 1
 
     def max_coordinate(self, l2_norm_bound: float) -> float:
-        """The absolute value of the number that one example adds to the count.
-
-        `l2_norm_bound` is the largest norm of a clipped gradient.
-        """
+        """The absolute value of the number that one example adds to the count."""
         return self.norm_share * l2_norm_bound * (1 - 2.0**-50)
 
     def signs(self, grad_norms: jax.Array, is_example: jax.Array) -> jax.Array:
-        """For each example: 1 within the clip norm, -1 above it, and 0 for padding.
-
-        The arguments are (B,), and `is_example` is bool.
-        """
+        """For each example: 1 within the clip norm, -1 above it, and 0 for padding."""
         clip_norm = jnp.asarray(_meshes.resharded(self.initial)).astype(
             grad_norms.dtype
         )
@@ -174,12 +164,9 @@ class AdaptiveClipNorm:
     def fraction(
         self, noisy_count: jax.Array, l2_norm_bound: float, expected_batch_size: float
     ) -> jax.Array:
-        """The noisy fraction of examples within the clip norm.
-
-        The expected batch size stands for the size of the batch, which is sensitive.
-        This matters little: an equal number of examples on both sides counts as half of
-        them in a batch of any size.
-        """
+        """The noisy fraction of examples within the clip norm."""
+        # The expected batch size stands for that of the batch, which is sensitive. This
+        # matters little: equal numbers on both sides count as half in any batch.
         one = self.max_coordinate(l2_norm_bound)
         return 0.5 + noisy_count * (0.5 / one / expected_batch_size)
 
@@ -189,21 +176,3 @@ class AdaptiveClipNorm:
         `stddev` is that of the noise on the averaged gradient, in clip norms.
         """
         return as_real(stddev) / (2 * self.norm_share)
-
-
-def with_clip_norm(l2_clip_norm: PyTree, clip_norm: Any) -> PyTree:
-    """Sets the clip norm of one step in an `AdaptiveClipNorm`; keeps any other.
-
-    Raises:
-      ValueError: if `clip_norm` is given for a fixed clip norm, or missing otherwise.
-    """
-    adapts = isinstance(l2_clip_norm, AdaptiveClipNorm)
-    if adapts != (clip_norm is not None):
-        _validate.fail(
-            "clip_norm must be given for an AdaptiveClipNorm, and for nothing else",
-            l2_clip_norm=l2_clip_norm,
-            clip_norm=None if clip_norm is None else type(clip_norm).__name__,
-            fix="Begin with mechanism.initial_clip_norm, and go on with the clip_norm "
-            "that mechanism.split(noisy, clip_norm=...) returns.",
-        )
-    return l2_clip_norm.at(clip_norm) if adapts else l2_clip_norm

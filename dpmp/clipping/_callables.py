@@ -17,7 +17,6 @@ from dpmp._typing import PyTree
 from dpmp._validate import as_real
 from dpmp.accounting import DEFAULT_RELATION
 from dpmp.clipping._clipped_sum import ClippedSum, Outputs
-from dpmp.numerics import is_grid
 
 
 @dataclass(frozen=True)
@@ -123,14 +122,9 @@ def make_callable(
 ) -> BoundedSensitivityCallable:
     """Makes the function that users call, for arrays on meshes of any kind.
 
-    Args:
-      clipped_sum: computes the sum, and the outputs of each example.
-      select: computes the output for users from the sum and the outputs.
-      has_aux: whether that output is a pair of the sum and some of the outputs.
-      has_params: whether the sum has the structure and shardings of the parameters.
-      l2_norm_bound: the largest norm of the contribution of an example.
-      is_rebuilt_each_step: whether a loop makes a new function in each step, so that it
-        is not compiled here.
+    `select` computes its output from the sum and the per-example outputs. With
+    `has_params`, the sum has the structure and shardings of the parameters. A function
+    that a loop makes anew in each step is not compiled here.
     """
     signature = clipped_sum.signature
 
@@ -183,13 +177,8 @@ def make_callable(
 
 def _specs_of_sum(total: PyTree, params: Sequence[jax.P]) -> list[jax.P]:
     """Partition specs for a sum: those of the parameters, and replicated otherwise."""
-    leaves = jax.tree.leaves(total, is_leaf=is_grid)
-    specs = [*params[: len(leaves)], *[jax.P()] * (len(leaves) - len(params))]
-    return [
-        spec
-        for leaf, spec in zip(leaves, specs, strict=True)
-        for _ in jax.tree.leaves(leaf)
-    ]
+    number = len(jax.tree.leaves(total))
+    return [*params[:number], *[jax.P()] * (number - len(params))]
 
 
 def specs_of_examples(outputs: PyTree, batch: PyTree) -> list[jax.P]:
@@ -201,8 +190,7 @@ def specs_of_examples(outputs: PyTree, batch: PyTree) -> list[jax.P]:
 def _compiled(fun: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., Any]:
     """Compiles each call outside of traced functions as one program, not as dozens.
 
-    The arguments in `argnums` and all arrays are arguments of the program. All other
-    values are constants of the program.
+    All values but arrays and the arguments in `argnums` are constants of the program.
     """
 
     @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -231,10 +219,7 @@ def _compiled(fun: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., 
 
 
 def _fits_program(arguments: PyTree, constants: Any) -> bool:
-    """Whether a function is called with arrays, and with constants that jit can take.
-
-    If an argument is not an array, the function itself raises a better error.
-    """
+    """Whether jit can take the arguments; for others, `fun` raises a better error."""
     leaves = jax.tree.leaves(arguments)
     # The loss may close over values that an outer transformation traces.
     if any(isinstance(x, jax.core.Tracer) for x in (jnp.zeros(()), *leaves)):

@@ -1,18 +1,13 @@
 """Computes clip coefficients that bound the computed contributions.
 
-The clip coefficient of an example multiplies its gradient g. Let u be the unit roundoff
-of float32, and let the computed squared norm of g have r roundings on its longest path.
-It is then at least (1 - u)^r times the true squared norm, so that the contribution
+The clip coefficient of an example multiplies its gradient g. For the unit roundoff u of
+float32, and r roundings on the longest path to the squared norm of g, the contribution
 
     y = round(coef * g),    coef = round(bound / round(sqrt(squared norm)))
 
-has a norm of at most bound * (1 + (r/2 + 3) u + O(u^2)). So |y| <= l2_clip_norm if
-`bound` is the clip norm divided by that factor. `_SPARE_ROUNDINGS` also covers the
-second-order terms, and hardware whose square root or division is off by a few units in
-the last place.
-
-Automatic clipping divides by norm + stability. docs/proofs.md says why the same bound
-holds.
+has a norm of at most bound * (1 + (r/2 + 3) u + O(u^2)): see docs/proofs.md. So
+|y| <= l2_clip_norm if `bound` is the clip norm divided by that factor. Automatic
+clipping divides by norm + stability, and the same bound holds.
 """
 
 import functools
@@ -31,7 +26,8 @@ from dpmp._validate import as_real
 from dpmp.numerics import UNIT_ROUNDOFF, Arithmetic, SquaredNorm, at_least_float32
 
 # Three for the roundings in the formula of the module, one for the rounding of a
-# float64 term to a float32 sum, and four to spare.
+# float64 term to a float32 sum, and four to spare: for the second-order terms, and for
+# hardware whose square root or division is off by a few units in the last place.
 _SPARE_ROUNDINGS = 8
 
 
@@ -83,36 +79,23 @@ class AutomaticClipping:
 
 @dataclass(frozen=True)
 class ClipNorms:
-    """The clip norm of each clipping group, and the divisor of the clipped gradients.
-
-    A clipping group is a set of parameters that share one clip norm.
-
-    Attributes:
-      norms: the clip norms of the groups.
-      prefix: the tree structure of the clip norms, a prefix of that of the gradients.
-      rescale_to_unit_norm: whether to divide by the norm of all clip norms.
-      normalize_by: a further divisor.
-      traced: a float32 clip norm that is known only when the program runs, or None.
-        The clipped gradients are divided by it, so that `norms` is (1.0,).
-      stability: the number that automatic clipping adds to each norm, or None. With
-        automatic clipping, `norms` is (1.0,).
-    """
+    """The clip norm of each clipping group: a set of parameters that share it."""
 
     norms: tuple[float, ...]
-    prefix: Any
-    rescale_to_unit_norm: bool
-    normalize_by: float
+    prefix: Any  # the tree structure of the norms, a prefix of that of the gradients
+    rescale_to_unit_norm: bool  # whether to divide by the norm of all clip norms
+    normalize_by: float  # a further divisor of the clipped gradients
+    # A float32 clip norm that is known only when the program runs. The clipped
+    # gradients are divided by it, so that `norms` is (1.0,).
     traced: jax.Array | None = None
+    # The number that automatic clipping adds to each norm. Then `norms` is (1.0,).
     stability: float | None = None
 
     @classmethod
     def from_tree(
         cls, tree: PyTree, rescale_to_unit_norm: bool, normalize_by: float
     ) -> "ClipNorms":
-        """Makes clip norms from a tree of numbers, or from an `AutomaticClipping`.
-
-        Raises ValueError if they are out of range.
-        """
+        """Makes clip norms from a tree of numbers, or from an `AutomaticClipping`."""
         rescale_to_unit_norm = _validate.boolean(
             rescale_to_unit_norm=rescale_to_unit_norm,
             fix="Use True to divide the clipped gradients by the clip norm.",
@@ -245,12 +228,10 @@ def _automatic_coefficient(
 
 
 def _round_down(x: Any) -> Any:
-    """The largest float32 that is at most `x`; an array is returned unchanged.
-
-    An array is the largest coefficient for a traced clip norm. Its rounding does no
-    harm, because it only keeps gradients from being scaled up. The norm of the result
-    is bounded by the target norm, which is a number.
-    """
+    """The largest float32 that is at most `x`; an array is returned unchanged."""
+    # An array is the largest coefficient for a traced clip norm. Its rounding does no
+    # harm: it keeps gradients from being scaled up, and the target norm, a number,
+    # bounds the norm of the result.
     if isinstance(x, jax.Array):
         return x
     with np.errstate(over="ignore"):

@@ -117,8 +117,8 @@ def clipped_grad(
         "float32" and 2e-6 with "float64". These shares do not depend on the batch, and
         a batch that is too large for them is refused.
       - "bounded" (for `method="book_keeping"`): the sensitivity is proved for the
-        computed bits (`dpmp.numerics._bounded`), as long as all other examples keep
-        their places. So it does not hold under ADD_OR_REMOVE_ONE.
+        computed bits (docs/proofs.md), as long as all other examples keep their places.
+        So it does not hold under ADD_OR_REMOVE_ONE.
       - "unproved_float32" (for `method="book_keeping"`): the sensitivity is not proved.
         It holds up to ordinary rounding within a microbatch. The clip norm is lowered
         by 1/256 for bfloat16, and by more where the large terms of a gradient almost

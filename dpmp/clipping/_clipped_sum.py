@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,51 +18,32 @@ from dpmp.clipping import _clip_norms
 from dpmp.clipping._clip_norms import ClipNorms
 from dpmp.clipping._shards import Shards
 from dpmp.engines import GradEngine, Signature
-from dpmp.numerics import Arithmetic, is_grid, reduction
+from dpmp.numerics import Arithmetic, reduction
 
 
 class Outputs(NamedTuple):
-    """The sensitive outputs of each example of a batch; zero for padding examples.
+    """The sensitive outputs of each example of a batch; zero for padding examples."""
 
-    Attributes:
-      values: the values of the gradient engine; for losses, (B,).
-      grad_norms: the norms before clipping, (B,).
-      is_clipped: whether a finite gradient was scaled down in any group, (B,) bool.
-      is_example: (B,) bool, False for padding.
-      aux: the auxiliary outputs.
-    """
-
-    values: Any
-    grad_norms: jax.Array
-    is_clipped: jax.Array
-    is_example: jax.Array
+    values: Any  # of the gradient engine; for losses, (B,)
+    grad_norms: jax.Array  # before clipping, (B,)
+    is_clipped: jax.Array  # whether a finite gradient was scaled down, (B,) bool
+    is_example: jax.Array  # (B,) bool, False for padding
     aux: PyTree
 
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """A function that clips and sums the gradients of a batch.
-
-    Attributes:
-      engine: computes the per-example gradients of a microbatch.
-      signature: the signature of the engine.
-      clip_norms: the clip norms of the gradients.
-      arithmetic: the arithmetic of the sum, for these clip norms.
-      microbatch_size: see `clipped_grad`.
-      nan_safe: see `clipped_grad`.
-      shards: the devices over which to divide the examples.
-      fitting_microbatch: a function from the arguments of the engine to a size for
-        microbatches, if none is given. None for the whole batch.
-    """
+    """A function that clips and sums the gradients of a batch; see `clipped_grad`."""
 
     engine: GradEngine
-    signature: Signature
+    signature: Signature  # of the engine
     clip_norms: ClipNorms
-    arithmetic: Arithmetic
+    arithmetic: Arithmetic  # for these clip norms
     microbatch_size: int | None
     nan_safe: bool
     shards: Shards
-    fitting_microbatch: Callable[..., int] | None = None
+    # The size of microbatches, from the arguments of the engine, if none is given.
+    fitting_microbatch: Callable[..., int] | None = None  # None for the whole batch
 
     def __post_init__(self):
         fix = "Use a divisor of the batch size, or None for the whole batch."
@@ -198,8 +180,7 @@ class ClippedSum:
         def step(total, microbatch):
             def compute():
                 part, outputs = one_microbatch(*microbatch)
-                add = self.arithmetic.add
-                return jax.tree.map(add, total, part, is_leaf=is_grid), outputs
+                return jax.tree.map(operator.add, total, part), outputs
 
             if is_padding is None:
                 return compute()

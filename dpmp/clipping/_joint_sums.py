@@ -8,10 +8,8 @@ the noise on the gradient is wider by a factor of sqrt(1 + (k / C)^2). (Two mech
 that share the privacy budget would cost the same.)
 
 An overflow is an example whose gradient norm is not finite. The number of overflows
-costs nothing, and has noise of `noise_multiplier` examples: an example adds either
-(clipped gradient, 0) or, if it overflows, (0, C). docs/proofs.md has the proof.
-
-An adaptive clip norm is one more coordinate, with its own share of the norm.
+costs nothing: docs/proofs.md shows why. An adaptive clip norm is one more coordinate,
+with its own share of the norm.
 """
 
 import dataclasses
@@ -104,9 +102,9 @@ class ReleasedMetrics:
     def __post_init__(self):
         guess = "Use a public guess, such as the loss of random predictions."
         positive = functools.partial(_validate.positive, fix=guess)
-        _validate.fields(self, largest_loss=_validate.optional(positive))
         _validate.fields(
             self,
+            largest_loss=_validate.optional(positive),
             norm_share=_validate.probability,
             fraction_clipped=_validate.boolean,
             fraction_overflowed=_validate.boolean,
@@ -168,12 +166,7 @@ class ReleasedMetrics:
     def sums(
         self, values: jax.Array, is_clipped: jax.Array, l2_norm_bound: float
     ) -> dict[str, GridArray]:
-        """The sums over a batch of the metrics "loss" and "clipped", where released.
-
-        `values` are the losses, (B,), and `is_clipped` is (B,) bool; both are zero for
-        padding. `l2_norm_bound` is the largest norm of a clipped gradient. Raises
-        ValueError for a batch of more than two million examples.
-        """
+        """The sums over a batch of the metrics "loss" and "clipped", where released."""
         # Every metric is scaled to shares from 0 to 1. A loss of NaN counts as 0.
         loss = jnp.clip(values.astype(jnp.float32) / (self.largest_loss or 1.0), 0, 1)
         shares = {
@@ -186,12 +179,7 @@ class ReleasedMetrics:
     def means(
         self, noisy: JointSum, l2_norm_bound: float, expected_batch_size: float
     ) -> dict[str, jax.Array]:
-        """The noisy means over examples of all metrics.
-
-        `l2_norm_bound` is that of the function which `clipped_grad` returned, and
-        counts `normalize_by` in. The sums are divided by the expected batch size: the
-        true size is sensitive.
-        """
+        """The noisy means of all metrics, over the expected batch size."""
         largest = self.max_coordinate(l2_norm_bound)
         units = {
             "loss": (self.largest_loss or 1.0) / largest,
@@ -222,10 +210,8 @@ def _sum_of_shares(shares: jax.Array, largest: float) -> GridArray:
 
 
 def contribution(l2_norm_bound: float) -> float:
-    """The value of one overflow in the count: `l2_norm_bound`, or 1 if it is infinite.
-
-    The bound is infinite only without clipping, and then there is no noise either.
-    """
+    """The value of one overflow in the count: the bound, or 1 if it is infinite."""
+    # The bound is infinite only without clipping, and then there is no noise either.
     l2_norm_bound = as_real(l2_norm_bound)
     return l2_norm_bound if math.isfinite(l2_norm_bound) else 1.0
 
@@ -239,12 +225,7 @@ def count_overflows(grad_norms: jax.Array, l2_norm_bound: float) -> GridArray:
 
 @dataclass(frozen=True)
 class JointCoordinates:
-    """Everything that receives noise together with a sum of clipped gradients.
-
-    Attributes:
-      metrics: the released metrics, or None.
-      adaptive: the adaptive clip norm, or None.
-    """
+    """Everything that receives noise together with a sum of clipped gradients."""
 
     metrics: ReleasedMetrics | None
     adaptive: AdaptiveClipNorm | None
@@ -286,10 +267,7 @@ class JointCoordinates:
         return cls(metrics, l2_clip_norm if adapts else None)
 
     def norm_bound(self, l2_norm_bound: float) -> float:
-        """The largest norm of a contribution to the sum and all coordinates together.
-
-        `l2_norm_bound` is the largest norm of a contribution to the sum alone.
-        """
+        """The largest norm of a contribution to the sum and all coordinates."""
         bound = l2_norm_bound
         if self.metrics:
             bound = self.metrics.joint_norm_bound(l2_norm_bound)
@@ -300,10 +278,7 @@ class JointCoordinates:
         return bound
 
     def join(self, total: PyTree, outputs: Outputs, l2_norm_bound: float) -> PyTree:
-        """Returns a `JointSum` of `total` and the coordinates, or `total` without any.
-
-        `outputs` are the per-example outputs of the same batch.
-        """
+        """Returns a `JointSum` of `total` and the coordinates, or `total` if none."""
         metrics, adaptive = self.metrics, self.adaptive
         if not (metrics or adaptive):
             return total
@@ -324,10 +299,7 @@ class JointCoordinates:
         expected_batch_size: float,
         clip_norm: Any = None,
     ) -> Released:
-        """Splits a noisy output of `clipped_grad`, which may be a `JointSum`.
-
-        `clip_norm` is the clip norm of the step, if it adapts.
-        """
+        """Splits a noisy output of `clipped_grad`, which may be a `JointSum`."""
         if not isinstance(noisy, JointSum):
             return Released(noisy, None, {})
         count, means = noisy.num_overflows, {}
@@ -341,3 +313,17 @@ class JointCoordinates:
             )
             clip_norm = self.adaptive.update(clip_norm, fraction)
         return Released(noisy.sum_of_clipped_grads, count, means, clip_norm)
+
+
+def with_clip_norm(l2_clip_norm: PyTree, clip_norm: Any) -> PyTree:
+    """Sets the clip norm of one step in an `AdaptiveClipNorm`; keeps any other."""
+    adapts = isinstance(l2_clip_norm, AdaptiveClipNorm)
+    if adapts != (clip_norm is not None):
+        _validate.fail(
+            "clip_norm must be given for an AdaptiveClipNorm, and for nothing else",
+            l2_clip_norm=l2_clip_norm,
+            clip_norm=None if clip_norm is None else type(clip_norm).__name__,
+            fix="Begin with mechanism.initial_clip_norm, and go on with the clip_norm "
+            "that mechanism.split(noisy, clip_norm=...) returns.",
+        )
+    return l2_clip_norm.at(clip_norm) if adapts else l2_clip_norm

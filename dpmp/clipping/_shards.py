@@ -16,21 +16,15 @@ import jax.numpy as jnp
 
 from dpmp import _meshes, _validate
 from dpmp._typing import PyTree
-from dpmp.numerics import Arithmetic, is_grid
+from dpmp.numerics import Arithmetic
 
 
 class _Division(NamedTuple):
-    """How devices divide an array of the sum.
+    """How devices divide an array of the sum."""
 
-    Attributes:
-      number: the number of the array's axis that devices of the batch divide.
-      names: the mesh axes of these devices; empty for none.
-      others: the partition spec for all other mesh axes, which the compiler divides.
-    """
-
-    number: int
-    names: tuple[str, ...]
-    others: jax.P
+    number: int  # of the array's axis that devices of the batch divide
+    names: tuple[str, ...]  # the mesh axes of these devices; empty for none
+    others: jax.P  # the spec for all other mesh axes, which the compiler divides
 
     @property
     def spec(self) -> jax.P:
@@ -77,11 +71,7 @@ class Shards:
 
     @property
     def size(self) -> int:
-        """The number of parts into which the axes divide a batch.
-
-        Raises ValueError for a name that is not an axis of the mesh of the context, or
-        an axis over which the caller has divided the work already.
-        """
+        """The number of parts into which the axes divide a batch."""
         mesh = jax.sharding.get_abstract_mesh()
         free = [name for name in mesh.axis_names if name not in mesh.manual_axes]
         if not set(self.axes) <= set(free):
@@ -103,10 +93,8 @@ class Shards:
         """Sums the parts of a batch, each on its own devices, and adds up the sums.
 
         `sum_part` returns the sum over a part of `examples` (arrays with a leading axis
-        of examples), and arrays with one row for each of these examples. So does this
-        method, for all examples. It also receives `kwargs`, of which devices may have
-        parts. Raises ValueError if there are specs, but not one for each array of the
-        sum.
+        of examples), and arrays with one row for each of these examples. It also
+        receives `kwargs`, of which devices may have parts.
         """
         if self.size == 1:
             return sum_part(examples, kwargs)
@@ -122,7 +110,7 @@ class Shards:
         ) -> tuple[list[PyTree], PyTree]:
             parts = map(_as_part, arrays, self._divisions_of_kwargs)
             total, outputs = sum_part(examples, kwargs | tree.unflatten(parts))
-            leaves, structure = jax.tree.flatten(total, is_leaf=is_grid)
+            leaves, structure = jax.tree.flatten(total)
             treedef[:] = [structure]
             if len(divisions) not in (0, len(leaves)):
                 _validate.fail(
@@ -204,10 +192,7 @@ class Shards:
         return arithmetic.add_over(total, others) if others else total
 
     def divide(self, microbatch_size: int | None, batch_size: int) -> int | None:
-        """Returns the microbatch size on each device.
-
-        Raises ValueError if the devices cannot have equal shares.
-        """
+        """Returns the microbatch size on each device, all with equal shares."""
         size = self.size
         sizes = {"the batch size": batch_size, "microbatch_size": microbatch_size or 0}
         for name, number in sizes.items():

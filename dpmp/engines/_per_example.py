@@ -81,7 +81,7 @@ class StackedGrads:
                 ]
             return sums
 
-        totals = reduction.sum_examples(add_blocks, batch_size // size, add=sums_of.add)
+        totals = reduction.sum_examples(add_blocks, batch_size // size)
         sums = iter(totals)
         return prefix.unflatten(
             group.unpack([next(sums) for _ in group.arrays]) for group in groups

@@ -2,7 +2,7 @@
 
 A small share of delta is charged for the samplers. Each entry of the noise deviates
 slightly from an ideal discrete Gaussian (`noise_addition/_discrete_gaussian.py`), and
-each batch from independent inclusion (`batch_selection/_binomial.py`). Let t be the sum
+each batch from independent inclusion (`batch_selection/_draws.py`). Let t be the sum
 of the total variation distances of all entries and batches. The probability of any
 outcome changes by at most t, for both of two neighbouring datasets. In
 P <= exp(epsilon) P' + delta, this costs t on the left and exp(epsilon) t on the right:

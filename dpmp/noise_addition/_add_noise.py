@@ -39,14 +39,10 @@ def add_noise(
     past: Sequence[jax.Array] = (),
     strategy: Strategy | None = None,
 ) -> tuple[list[jax.Array], tuple[jax.Array, ...]]:
-    """Adds noise of at least `stddev` to every entry.
+    """Adds noise of at least `stddev`; returns sums in float32, and the next `past`.
 
-    The program of one draw has about a thousand instructions. So one draw makes the
-    noise of several leaves at once (`packing.draws`).
-
-    Returns:
-      The sums in float32, and the next `past`. With a `BandedToeplitz`, the noise of as
-      many leaves is correlated as have noise of earlier steps.
+    With a `BandedToeplitz`, the noise of as many leaves is correlated as have noise of
+    earlier steps.
     """
     found: dict[int, list[jax.Array]] = {}
     shapes = [leaf.counts.shape for leaf in leaves]
@@ -91,11 +87,9 @@ def _add_draw(
     past: Sequence[jax.Array],
     strategy: Strategy | None,
 ) -> dict[int, list[jax.Array]]:
-    """Adds one draw to its leaves.
+    """Returns, by number, each noisy leaf of a draw, and its noise if correlated.
 
     If there is a second sample, of fractions, the noise is correlated.
-
-    Returns, by number, each noisy leaf, and its noise if that is correlated.
     """
     found = {}
     divided = [draw.divided(sample, step) for sample in samples]

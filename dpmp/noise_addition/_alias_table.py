@@ -30,11 +30,10 @@ _CAPACITY = _TOTAL_WEIGHT // _NUM_COLUMNS
 
 
 class AliasTable(NamedTuple):
-    """A table that maps a uniform integer below 2^128 to a value of the noise.
+    """Columns, by the highest 13 bits c of a uniform integer below 2^128.
 
-    The highest 13 bits of the integer are the index c of a column. If the integer is
-    below the end of that column, the value is c - 4096. Otherwise it is the column's
-    other value.
+    If it is below the end of its column, the value of the noise is c - 4096. Otherwise
+    it is the column's other value.
     """
 
     ends: tuple[np.ndarray, ...]  # four (8192,) uint32 arrays, highest words first

@@ -7,30 +7,9 @@ returns one draw, or a sum: a x1 + b x2, k (a x1 + b x2) + x3, or a multiple of 
 a fourth draw.
 
 D_{Z,s} gives the integer n a probability proportional to exp(-n^2 / 2 s^2). By Poisson
-summation, a sum over shifted integers hardly depends on the shift c:
-
-  sum_j exp(-(j - c)^2 / 2 t^2) = t sqrt(2 pi) (1 +- e),
-  e = 2 sum_{m >= 1} exp(-2 pi^2 t^2 m^2) < 2^-112.9 where t^2 >= 4.
-
-*Convolution.* Let x be from D_{Z,u} and y from D_{Z,v}, and let a and b have no common
-factor. The pairs with a x + b y = n are (x0 + j b, y0 - j a) for all integers j. Let
-s^2 = a^2 u^2 + b^2 v^2 and t = u v / s. Completing the square in j shows that the
-probability of n is proportional to
-
-  exp(-n^2 / 2 s^2) sum_j exp(-(j - c)^2 / 2 t^2)     for some c.
-
-So a x + b y has the distribution D_{Z,s}, up to a factor between (1 - e) / (1 + e) and
-its inverse. For two base draws, u = v = s0, and t^2 = s0^2 / (a^2 + b^2) is at least 4
-if a^2 + b^2 <= 1 + 128^2. A sum of draws is multiplied by k and added to another draw.
-Then u >= s0 and v = s0, and t^2 = s0^2 / (k^2 + s0^2 / u^2) is at least 4 if k <= 128.
-
-*Accounting.* docs/proofs.md shows by the same summation that adding noise from D_{Z,s}
-is post-processing of the Gaussian mechanism with the variance s^2 - 4, up to a factor
-within the same bounds.
-
-Such a factor amounts to a total variation distance of at most e / (1 - e) < 2^-112. The
-alias table is within 2^-118 of D_{Z,s0}. Noise of four draws costs each of these four
-times: 2^-118 for each draw, and 2^-112 for each of three convolutions and the rounding.
+summation, a sum of draws has such a distribution as well, and it is as private as the
+Gaussian mechanism with the variance s^2 - 4, both almost exactly: docs/proofs.md shows
+how far from it, and how large the factors may be.
 
 References:
   [Canonne, Kamath, Steinke: The discrete Gaussian for differential
@@ -68,9 +47,9 @@ _LARGEST_OUTERMOST = 16  # no noise of four draws exceeds 32 bits
 _LARGEST_SQUARES = {2: 1 + _LARGEST_MULTIPLIER**2}
 _LARGEST_SQUARES[3] = 1 + _LARGEST_MULTIPLIER**2 * _LARGEST_SQUARES[2]
 _LARGEST_SQUARES[4] = 1 + _LARGEST_OUTERMOST**2 * _LARGEST_SQUARES[3]
-_LATTICE_VARIANCE = 4  # the smallest t^2 in the text above
+_LATTICE_VARIANCE = 4  # the smallest t^2 in the proof
 
-# A bound on the total variation distance of one entry, by the text above.
+# A bound on the total variation distance of one entry: docs/proofs.md.
 NOISE_TOTAL_VARIATION = 2.0**-109
 
 # A draw on a GPU stores up to eight words for each entry. So a large array is drawn in
@@ -132,9 +111,6 @@ class DiscreteGaussian:
 
         It is at most 4 % more from 3000 units of the grid on, and at most 0.25 % more
         from 33,000 units on.
-
-        Raises:
-          ValueError: if `stddev` is more than about 67 million units.
         """
         needed = math.ceil(_num_squares(stddev))
         if not needed <= _LARGEST_SQUARES[4]:
@@ -225,9 +201,8 @@ class DiscreteGaussian:
 class _Division(NamedTuple):
     """A division of an array into parts: each part has a run of each block of an axis.
 
-    As each part has entries of all blocks, devices that share the blocks share each
-    part. The last two parts overlap if the runs do not divide the blocks. The entries
-    that they share are drawn twice, with the same result.
+    So devices that share the blocks share each part. The last two parts overlap if the
+    runs do not divide the blocks: common entries are drawn twice, with one result.
     """
 
     shape: tuple[int, ...]
@@ -264,9 +239,8 @@ class _Division(NamedTuple):
 def _divided(shape: tuple[int, ...]) -> _Division:
     """Chooses the division with the most parts, up to one for each `_PART` entries.
 
-    The choice does not change the noise. Devices that can share an axis evenly must
-    also share its blocks evenly: otherwise the compiler would make each device draw the
-    noise of all devices. So some arrays have fewer parts than wanted, or only one.
+    Devices that can share an axis evenly must also share its blocks evenly: otherwise
+    the compiler would make each device draw the noise of all devices.
     """
     most, found = 1, _Division(shape)
     wanted = -(-math.prod(shape) // _PART)

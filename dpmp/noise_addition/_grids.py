@@ -22,10 +22,7 @@ _LOG_UNITS = (14, 20)
 
 
 def grid_of_floats(stddev: float, rounding_cost: float) -> tuple[float, Fraction]:
-    """The unit of the grid for float sums, and the widened standard deviation.
-
-    Rounding adds `rounding_cost` units of the grid to the standard deviation.
-    """
+    """The unit of the grid, and the stddev, wider by `rounding_cost` of these units."""
     if not 1e-24 <= stddev <= 1e30:
         _validate.fail(
             "the noise of a float sum must have a stddev from 1e-24 to 1e30. Rescale "
@@ -49,10 +46,6 @@ def choose_resolution(
     noise limits how fine the grid may be: more draws allow a finer grid. Noise of three
     draws is used if two would cost a share above 1 %, and noise of four draws if three
     would cost a share above 2 %.
-
-    Raises:
-      ValueError: if rounding costs too much of the clip norm, or if the noise is too
-        narrow for the sampler.
     """
     wanted = arithmetic.wanted_resolution(num_parameters)
     if wanted is None:

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from dpmp import _meshes, _random, _validate
-from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.noise_addition._add_noise import add_noise, first_past
 from dpmp.noise_addition._grids import grid_of_floats
 from dpmp.numerics import (
     GridArray,
     Sum,
-    check_before_noise,
+    flatten_before_noise,
     is_grid,
     num_entries,
     round_to_grid,
@@ -275,20 +274,18 @@ def _privatizer(
                 "clipped_grad returns.",
                 sum_of_clipped_grads="a sum with auxiliary output",
             )
-        sums, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=is_grid)
-        sums = [x if is_grid(x) else as_device_dtypes(x) for x in sums]
-        for i, x in enumerate(sums):
-            check_before_noise(x, i)
+        sums, treedef = flatten_before_noise(sum_of_clipped_grads)
         _validate.instance(
             NoiseState,
             "Use noise_state = privatizer.init(params), and then what update returns.",
             noise_state=noise_state,
         )
-        noisy, past = list(map(to_float, sums)), noise_state.past
         if stddev:
             noisy, past = with_noise(sums, noise_state)
+        else:
+            noisy, past = map(to_float, sums), noise_state.past
         new_state = NoiseState(noise_state.prng_key, noise_state.step + 1, past)
-        return jax.tree.unflatten(treedef, noisy), new_state
+        return treedef.unflatten(noisy), new_state
 
     update = _meshes.on_automatic_axes(update, _specs_of_noisy)
     # The cast is for the type checker: the argument names are jax_privacy's, not
@@ -298,8 +295,6 @@ def _privatizer(
 
 def _specs_of_noisy(specs: Any, output: Any) -> list[jax.P]:
     """Partition specs: noisy sums and past noise are sharded as they came."""
-    sums = jax.tree.leaves(specs[0], is_leaf=is_grid)
-    of_noisy = [jax.tree.leaves(x)[0] for x in sums]
     of_past = specs[1].past
     others = len(jax.tree.leaves(output[1])) - len(of_past)
-    return [*of_noisy, *(jax.P() for _ in range(others)), *of_past]
+    return [*jax.tree.leaves(specs[0]), *[jax.P()] * others, *of_past]

@@ -7,9 +7,15 @@ No module here knows of privacy. Modules import only from rows below their own:
     _float_sums   _grid
     _interface
     reduction
-    _stored   packing
+    packing
 """
 
+from dpmp._fence import (
+    StoredArray,
+    at_least_float32,
+    compute_and_store,
+    floats_of,
+)
 from dpmp.numerics import packing, reduction
 from dpmp.numerics._arithmetic import (
     arithmetic_without_privacy,
@@ -26,14 +32,13 @@ from dpmp.numerics._bounded import (
     norm_bound_for_clipping,
 )
 from dpmp.numerics._exact import ExactSums
-from dpmp.numerics._float_sums import UNIT_ROUNDOFF, SquaredNorm, squared_norm
 from dpmp.numerics._grid import (
     DEFAULT_RESOLUTION,
     LARGEST_RESOLUTION,
     LARGEST_ROUNDING_SHARE,
     GridArray,
     Sum,
-    check_before_noise,
+    flatten_before_noise,
     is_grid,
     num_entries,
     round_to_grid,
@@ -41,13 +46,13 @@ from dpmp.numerics._grid import (
     unit_of,
 )
 from dpmp.numerics._interface import Arithmetic, GradientSums, PartialSums
-from dpmp.numerics._stored import (
-    StoredArray,
-    at_least_float32,
-    compute_and_store,
-    floats_of,
+from dpmp.numerics.reduction import (
+    UNIT_ROUNDOFF,
+    SquaredNorm,
+    indices_of_block,
+    rows_of_block,
+    squared_norm,
 )
-from dpmp.numerics.reduction import indices_of_block, rows_of_block
 
 __all__ = [
     "DEFAULT_RESOLUTION",
@@ -67,10 +72,10 @@ __all__ = [
     "Sum",
     "arithmetic_without_privacy",
     "at_least_float32",
-    "check_before_noise",
     "compute_and_store",
     "default_arithmetic",
     "default_method",
+    "flatten_before_noise",
     "floats_of",
     "group_size",
     "indices_of_block",

@@ -26,12 +26,7 @@ def parse_arithmetic(
     method: str = "per_example",
     dtype: Any = None,
 ) -> Arithmetic:
-    """Makes the arithmetic of `clipped_grad`; see there for the arguments.
-
-    Raises:
-      ValueError: for an unknown name, for a dtype narrower than float32, for arguments
-        that contradict each other, and for float64 without 64-bit mode.
-    """
+    """Makes the arithmetic of `clipped_grad`; see there for the arguments."""
     dtype_name = None if dtype is None else _name_of(dtype)
     if arithmetic is None:
         default = "bounded" if method == "book_keeping" else "float32"
@@ -80,10 +75,7 @@ def _name_of(dtype: Any) -> str:
 
 
 def default_method(arithmetic: str | None, *, has_fixed_slots: bool) -> str:
-    """The engine of an arithmetic; for None, the fastest engine whose sums are proved.
-
-    The proof of "bounded" sums requires that examples keep their slots in a batch.
-    """
+    """The engine of an arithmetic; for None, the fastest one whose sums are proved."""
     if arithmetic in ARITHMETICS:
         return ARITHMETICS[arithmetic].method
     return "book_keeping" if has_fixed_slots else "per_example"

@@ -1,10 +1,8 @@
 """Sums of clipped gradients in integers on a grid: exact, in any order.
 
 Each contribution is rounded to integers q. The part of a clipping group counts only if
-sum(q^2) <= max_norm^2 in integer arithmetic. Otherwise zero is selected. So the
-sensitivity does not depend on the earlier float operations, their order, or the
-compiler. Integers are added modulo 2^32, which does not round and does not depend on
-the order. docs/proofs.md has the proof.
+sum(q^2) <= max_norm^2 in integer arithmetic. Otherwise zero is selected. Integers are
+added modulo 2^32. docs/proofs.md has the proof.
 """
 
 import dataclasses
@@ -15,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpmp._fence import StoredArray
 from dpmp.numerics import reduction
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, GridSums
 from dpmp.numerics._interface import GradientSums
-from dpmp.numerics._stored import StoredArray
 
 _FRACTION_BITS = 8
 _WEYL_STEP = np.uint32(0x9E3779B1)  # 2^32 over the golden ratio
@@ -73,11 +71,9 @@ class ExactSums(GridSums, GradientSums):
 def _has_norm_at_most(
     stack: list[StoredArray], coef: jax.Array, max_norm: int
 ) -> jax.Array:
-    """Whether the sum of squares is at most the squared max_norm, exactly: (B,) bool.
-
-    Squares and sums are cut off at a power of two above the squared max_norm, so that
-    they never exceed their dtype.
-    """
+    """Whether the sum of squares is at most max_norm^2, exactly: (B,) bool."""
+    # Squares and sums are cut off at a power of two above the squared max_norm, so that
+    # they never exceed their dtype.
     fits_32_bits = max_norm < 2**15
     with jax.enable_x64(not fits_32_bits or jax.config.read("jax_enable_x64")):
         squares = _SQUARES_IN_32_BITS if fits_32_bits else _SQUARES_IN_64_BITS

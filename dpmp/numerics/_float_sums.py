@@ -1,4 +1,4 @@
-"""Float sums, and squared norms, with bounds on their rounding errors.
+"""Float sums with bounds on their rounding errors.
 
 The order of the additions determines how much rounding can change a sum.
 `numerics/reduction.py` fixes that order, and docs/proofs.md has the proof.
@@ -7,7 +7,7 @@ The order of the additions determines how much rounding can change a sum.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,75 +16,23 @@ import numpy as np
 from dpmp import _meshes, _validate
 from dpmp.numerics import reduction
 from dpmp.numerics._interface import GradientSums, PartialSums
-from dpmp.numerics._stored import StoredArray
-
-UNIT_ROUNDOFF = 2.0**-24
+from dpmp.numerics.reduction import UNIT_ROUNDOFF
 
 # Float sums in book-keeping. Whoever chooses them by name sees that they have no proof.
 UNPROVED = "unproved_float32"
 
 
-# Below this, a float32 may be flushed to zero.
-_SMALLEST_NORMAL = 2.0**-126
-
-
-class SquaredNorm(NamedTuple):
-    """Per-example squared norms of one clipping group, with their rounding error.
-
-    Attributes:
-      value: the computed sums of squares, (B,), float32 or wider.
-      roundings: the largest number of roundings on any path from an entry to `value`:
-        one for its square, unless the square is exact, and one for each addition.
-      num_entries: the number of squares in each sum.
-      bound: an upper bound on the squared norm of the contribution for a coefficient of
-        1, (B,), or None. Clipping uses it in place of `value`.
-    """
-
-    value: jax.Array
-    roundings: int
-    num_entries: int
-    bound: jax.Array | None = None
-
-    @property
-    def underflow(self) -> float:
-        """An upper bound on the sum of squares that were flushed to zero."""
-        return max(self.num_entries, 1) * _SMALLEST_NORMAL
-
-
-def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
-    """Computes per-example squared norms over at least one array."""
-    value, depth = reduction.sum_entries(stack, _square, jnp.add)
-    # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
-    rounded_square = any(x.dtype.itemsize > 2 for x in stack)
-    return SquaredNorm(
-        value, depth + rounded_square, sum(x.bits.shape[1] for x in stack)
-    )
-
-
-def _square(rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
-    del start, operands
-    return jnp.square(rows)
-
-
 @dataclass(frozen=True)
 class FloatSums(GradientSums, PartialSums):
-    """The arithmetic of float sums.
-
-    Attributes:
-      name: the name, as users spell it.
-      dtype: the dtype of the sum.
-      unit_roundoff: an upper bound on the relative error of one `add`.
-      rounding_reserve: see `Arithmetic`. It is the same for all batches: if it depended
-        on the batch size, one more example would rescale all others.
-      is_proved: whether the rounding reserve covers all roundings. It does for
-        gradients that are materialized. For others, no count covers the roundings
-        within a microbatch.
-    """
+    """The arithmetic of float sums."""
 
     name: str
-    dtype: Any
-    unit_roundoff: float
+    dtype: Any  # of the sum
+    unit_roundoff: float  # an upper bound on the relative error of one addition
+    # The same for all batches: otherwise one more example would rescale all others.
     rounding_reserve: float
+    # The reserve covers the sums of gradients that are materialized. For others, no
+    # count covers the roundings within a microbatch.
     is_proved: bool = True
 
     assumption = "Floating-point arithmetic rounds to nearest."
@@ -153,7 +101,7 @@ class FloatSums(GradientSums, PartialSums):
         parts = jax.lax.all_to_all(total[None], axes, axis + 1, 0, tiled=True)
         while len(parts) > 1:
             half = len(parts) // 2
-            joined = self.add(parts[:half], parts[half : 2 * half])
+            joined = parts[:half] + parts[half : 2 * half]
             parts = jnp.concatenate([joined, parts[2 * half :]])
         return parts[0]
 
@@ -178,13 +126,7 @@ class FloatSums(GradientSums, PartialSums):
 def reserve_needed(
     sums: FloatSums, batch_size: int, microbatch_size: int, num_shards: int = 1
 ) -> float:
-    """The largest distance that rounding can add between sums of neighbouring batches.
-
-    It is in units of the largest contribution of one example. Every addition errs by at
-    most the unit roundoff times the sum of the norms of all contributions below it in
-    the tree of additions. The addition may err differently for the neighbouring batch,
-    because removing an example can move all later examples to other slots. So the
-    result is twice the sum over all additions.
+    """The most that rounding moves sums of neighbours apart, in largest contributions.
 
     Each shard adds up its part of every microbatch. Then trees of additions add up the
     sums of the shards: one tree, or one over some axes of the mesh and one over others.

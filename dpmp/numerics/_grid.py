@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpmp import _validate
+from dpmp._arrays import as_device_dtypes
+from dpmp._fence import at_least_float32
 from dpmp._typing import PyTree
-from dpmp._validate import as_number, as_real
+from dpmp._validate import as_real
 from dpmp._warnings import warn
 from dpmp.numerics._interface import Arithmetic
-from dpmp.numerics._stored import at_least_float32
 
 # Squares of integers up to this one fit into 32 bits, and so does the sum of two.
 DEFAULT_RESOLUTION = 2**15 - 1
@@ -98,8 +99,16 @@ def num_entries(sum_of_clipped_grads: PyTree) -> int:
     return sum(math.prod(np.shape(x)) for x in jax.tree.leaves(sum_of_clipped_grads))
 
 
-def check_before_noise(leaf: Sum, number: int) -> None:
-    """Raises ValueError, with the leaf's number, unless the leaf is a valid sum."""
+def flatten_before_noise(sum_of_clipped_grads: PyTree) -> tuple[list[Sum], Any]:
+    """The leaves and the structure of a sum; ValueError unless all are valid."""
+    leaves, treedef = jax.tree.flatten(sum_of_clipped_grads, is_leaf=is_grid)
+    leaves = [x if is_grid(x) else as_device_dtypes(x) for x in leaves]
+    for i, leaf in enumerate(leaves):
+        _check_before_noise(leaf, i)
+    return leaves, treedef
+
+
+def _check_before_noise(leaf: Sum, number: int) -> None:
     if isinstance(leaf, GridArray):
         # Integer noise does not hide the fractional part of a number.
         if leaf.counts.dtype != jnp.dtype("int32"):
@@ -129,10 +138,7 @@ def check_before_noise(leaf: Sum, number: int) -> None:
 
 
 def round_to_grid(leaf: Sum, unit: float) -> GridArray:
-    """Rounds a float sum to multiples of a power of two; a `GridArray` is unchanged.
-
-    Scaling by a power of two is exact. Rounding moves an entry by at most half a unit.
-    """
+    """Rounds a float sum to multiples of a power of two; a `GridArray` is unchanged."""
     if isinstance(leaf, GridArray):
         return leaf
     scaled, limit = to_float(leaf) * (1 / unit), 2**31 - 2**27
@@ -142,16 +148,11 @@ def round_to_grid(leaf: Sum, unit: float) -> GridArray:
 
 @dataclasses.dataclass(frozen=True)
 class GridSums(Arithmetic):
-    """The part of an `Arithmetic` that all sums on a grid share.
+    """The part of an `Arithmetic` that all sums on a grid share."""
 
-    Attributes:
-      resolution: the size of the largest contribution, in units of the grid.
-      max_norms: the largest norm of each clipping group, in units; empty until the clip
-        norms are known.
-      unit: the unit of the grid, or 0 until the clip norms are known.
-    """
-
-    resolution: int
+    resolution: int  # the size of the largest contribution, in units of the grid
+    # The largest norm of each clipping group, in units, and the unit of the grid; not
+    # set until the clip norms are known.
     max_norms: tuple[int, ...] = ()
     unit: float = 0.0
 
@@ -167,22 +168,13 @@ class GridSums(Arithmetic):
         return dataclasses.replace(self, resolution=resolution)
 
     def for_clip_norms(self, bounds: Sequence[float], l2_norm_bound: float) -> Self:
-        """Makes a grid whose integer max_norms never exceed the norms in real numbers.
-
-        Raises:
-          ValueError: for a resolution that is out of range, and for an infinite
-            `l2_norm_bound`.
-        """
-        resolution = as_number(self.resolution)
-        if not (
-            _validate.is_integer(resolution)
-            and 0 < resolution <= self.largest_resolution
-        ):
-            _validate.fail(
-                f"resolution must be an integer from 1 to {self.largest_resolution}. "
-                f"Leave it out for {DEFAULT_RESOLUTION}.",
-                resolution=resolution,
-            )
+        """Makes a grid whose integer max_norms never exceed the true norms."""
+        resolution = _validate.integer_in(
+            range(1, self.largest_resolution + 1),
+            f"resolution must be an integer from 1 to {self.largest_resolution}. "
+            f"Leave it out for {DEFAULT_RESOLUTION}.",
+            resolution=self.resolution,
+        )
         if not math.isfinite(l2_norm_bound):
             _validate.fail(
                 '"exact" and "bounded" sums need a finite clip norm, and '
@@ -202,7 +194,6 @@ class GridSums(Arithmetic):
     def targets(
         self, targets: list[tuple[float, Any]], num_entries: list[int]
     ) -> list[tuple[float, Any]]:
-        """See `Arithmetic`. Raises ValueError if rounding takes too much."""
         scaled = []
         for (bound, cap), max_norm, size in zip(
             targets, self.max_norms, num_entries, strict=True
@@ -223,7 +214,6 @@ class GridSums(Arithmetic):
     def check_batch(
         self, batch_size: int, microbatch_size: int, num_shards: int = 1
     ) -> None:
-        """Warns if sums can wrap around."""
         del microbatch_size, num_shards
         largest = (2**31 - 1) // self.resolution
         if batch_size > largest:

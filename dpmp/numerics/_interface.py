@@ -1,14 +1,15 @@
 """The interface of arithmetics: ways to add up clipped gradients."""
 
 import abc
+import operator
 from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
 
+from dpmp._fence import StoredArray
 from dpmp._typing import PyTree
 from dpmp.numerics import reduction
-from dpmp.numerics._stored import StoredArray
 
 
 class Arithmetic(abc.ABC):
@@ -18,30 +19,19 @@ class Arithmetic(abc.ABC):
     clipping group is the parameters that share one clip norm. Some arithmetics use a
     grid: they count in integer multiples of one number, the unit, and need a finite
     clip norm.
-
-    Attributes:
-      name: the name, as users spell it.
-      method: the name of the gradient engine that it is for.
-      resolution: the size of the largest contribution in units; None without a grid.
-      largest_resolution: the largest one that may be chosen.
-      bytes_per_entry: the memory of the sum, in bytes for each entry.
-      rounding_reserve: the share of the clip norm that is reserved for the rounding of
-        float sums.
-      is_proved: whether the sensitivity is proved for the computed bits.
-      needs_norm_bounds: whether an engine must compute upper bounds that include
-        rounding errors. These need small microbatches, and fixed slots of examples.
-      assumption: a sentence for the statement, on the assumptions about the device.
     """
 
-    name: Any
-    method: Any
-    resolution: Any = None
-    largest_resolution: Any = None
-    bytes_per_entry: Any
-    rounding_reserve: Any
-    is_proved: Any = True
+    name: Any  # as users spell it
+    method: Any  # the name of the gradient engine that it is for
+    resolution: Any = None  # the units in the largest contribution; None without a grid
+    largest_resolution: Any = None  # that may be chosen
+    bytes_per_entry: Any  # of the sum
+    rounding_reserve: Any  # the share of the clip norm for the rounding of float sums
+    is_proved: Any = True  # whether the sensitivity is proved for the computed bits
+    # Whether an engine must compute upper bounds that include rounding errors. These
+    # need small microbatches, and fixed slots of examples.
     needs_norm_bounds: Any = False
-    assumption: Any
+    assumption: Any  # a sentence for the statement, on what is assumed of the device
 
     def check_mode(self) -> None:
         """Raises ValueError if jax would silently narrow the sum."""
@@ -77,10 +67,6 @@ class Arithmetic(abc.ABC):
         The targets are a norm and a largest coefficient for each group. On a grid, the
         results are in units.
         """
-
-    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Adds two sums."""
-        return a + b
 
     @abc.abstractmethod
     def add_over(self, total: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -134,7 +120,7 @@ class GradientSums(Arithmetic):
 
     def add_block(self, terms: list[jax.Array]) -> jax.Array:
         """Adds up a few contributions."""
-        return reduction.pairwise(terms, self.add)
+        return reduction.pairwise(terms, operator.add)
 
 
 class PartialSums(Arithmetic):

@@ -121,11 +121,9 @@ def _parts(
     axis: int,
     depends_on: jax.Array,
 ) -> list[jax.Array]:
-    """Computes an array once, and splits it at places that the compiler does not know.
-
-    XLA would compile every part at a known place as a function of its own, and repeat
-    in each of them the computation of the array: minutes for a thousand scalars.
-    """
+    """Computes an array once, and splits it at places that a compiler does not know."""
+    # XLA would compile every part at a known place as a function of its own, and repeat
+    # in each of them the computation of the array: minutes for a thousand scalars.
     x, *unknown = materialize(lambda: (compute(), *map(np.uint32, starts)), depends_on)
     return [
         jax.lax.dynamic_slice_in_dim(x, start, size, axis)

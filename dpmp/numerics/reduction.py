@@ -9,20 +9,25 @@ one shape:
   again, until few are left. The remaining columns of all arrays are added up together.
 - `sum_examples` sums over the examples of a batch. One loop of a few iterations, or
   several nested loops, add up the blocks of all arrays at once.
+
+`squared_norm` sums the squares of entries, and counts the roundings.
 """
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp._fence import fence
+from dpmp._fence import StoredArray, fence, floats_of
 from dpmp._typing import PyTree
-from dpmp.numerics._stored import StoredArray, floats_of
+
+# Of float32; below `SMALLEST_NORMAL`, a number may be flushed to zero.
+UNIT_ROUNDOFF, SMALLEST_NORMAL = 2.0**-24, 2.0**-126
 
 # An elementwise addition.
 Add: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -75,6 +80,39 @@ def sum_entries(
     )
     depth = until_few + _depth(total.shape[1], 1, with_rest=True)
     return _sum_columns(total, add), depth
+
+
+class SquaredNorm(NamedTuple):
+    """Per-example squared norms of one clipping group, with their rounding error."""
+
+    value: jax.Array  # the computed sums of squares, (B,), float32 or wider
+    # On any path from an entry to `value`, at most: one for its square, unless the
+    # square is exact, and one for each addition.
+    roundings: int
+    num_entries: int  # the number of squares in each sum
+    # An upper bound on the squared norm of the contribution for a coefficient of 1,
+    # (B,), or None. Clipping uses it in place of `value`.
+    bound: jax.Array | None = None
+
+    @property
+    def underflow(self) -> float:
+        """An upper bound on the sum of squares that were flushed to zero."""
+        return max(self.num_entries, 1) * SMALLEST_NORMAL
+
+
+def squared_norm(stack: list[StoredArray]) -> SquaredNorm:
+    """Computes per-example squared norms over at least one array."""
+    value, depth = sum_entries(stack, _square, jnp.add)
+    # Squares of 16-bit floats are exact in float32, unless they are flushed to zero.
+    rounded_square = any(x.dtype.itemsize > 2 for x in stack)
+    return SquaredNorm(
+        value, depth + rounded_square, sum(x.bits.shape[1] for x in stack)
+    )
+
+
+def _square(rows: jax.Array, start: Any, *operands: jax.Array) -> jax.Array:
+    del start, operands
+    return jnp.square(rows)
 
 
 @functools.partial(jax.jit, static_argnames="add")
@@ -136,10 +174,7 @@ def _sum_blocks(
 
 
 def _columns_of(x: jax.Array, start: Any, size: int) -> jax.Array:
-    """Returns `size` columns of a matrix; `start` may be traced.
-
-    Columns beyond the last one are zeros. A traced `start` must leave none of them.
-    """
+    """Returns columns; beyond the last one, where no traced `start` goes, zeros."""
     if size == x.shape[1]:
         return x
     if isinstance(start, int):
@@ -176,7 +211,7 @@ def sum_examples(
     take: Callable[[Any], list[PyTree]],
     num_blocks: int,
     *,
-    add: Callable[[PyTree, PyTree], PyTree],
+    add: Callable[[PyTree, PyTree], PyTree] = operator.add,
 ) -> list[PyTree]:
     """Adds up `take(0)`, `take(1)`, ...: the sums of a block for every array."""
     if num_blocks == 1:
@@ -207,22 +242,18 @@ def sum_examples(
 
 
 def indices_of_block(block: Any, num_blocks: int, size: int) -> list[jax.Array]:
-    """Returns the number of a block of examples, once for each of its rows: uint32.
-
-    The compiler does not know the indices to be equal. XLA turns a block with many
-    readers into a function that loads its index for every entry, and then vectorises
-    no loop over entries.
-    """
+    """Returns the number of a block of examples, once for each of its rows: uint32."""
+    # The compiler does not know the indices to be equal. XLA turns a block with many
+    # readers into a function that loads its index for every entry, and then vectorises
+    # no loop over entries.
     block = jnp.asarray(block).astype(jnp.uint32)
     return [jnp.minimum(block, np.uint32(num_blocks - 1 + j)) for j in range(size)]
 
 
 def rows_of_block(x: jax.Array, indices: list[jax.Array]) -> list[jax.Array]:
-    """Returns the rows of a block of examples, by its `indices_of_block`.
-
-    The rows of a block are far apart. So no block lies on one device alone if the array
-    is sharded by examples.
-    """
+    """Returns the rows of a block of examples, by its `indices_of_block`."""
+    # The rows of a block are far apart. So no block lies on one device alone if the
+    # array is sharded by examples.
     size, rest = len(indices), x.shape[1:]
     num_blocks = x.shape[0] // size
     blocks = x.reshape(size, num_blocks, *rest)
@@ -257,12 +288,9 @@ def depth(num_examples: int) -> int:
 
 
 def summed_norms(num_examples: int) -> float:
-    """Adds up the norms of the partial sums that all rounding additions produce.
-
-    Every summand has norm 1. A loop over k summands has partial sums of 2, 3, ... and k
-    summands. Its first addition is to zero, and exact. Loops that are not full count as
-    full.
-    """
+    """Adds up the norms of the results of all rounding additions, for norms of 1."""
+    # A loop over k summands has partial sums of 2, 3, ... and k summands. Its first
+    # addition is to zero, and exact. Loops that are not full count as full.
     size, loops = _sizes(num_examples)
     each = _log2_ceil(size) + sum((k + 1) / 2 - 1 / k for k in loops)
     return size * math.prod(loops) * each

@@ -79,10 +79,7 @@ def is_autocast(fun: Callable[..., Any]) -> bool:
 
 
 def reference_of(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that an autocast one is to be compared with; others are their own.
-
-    Raises ValueError for a function that wraps an autocast one.
-    """
+    """The function to compare an autocast one with; others are their own."""
     cast_fun = getattr(fun, _MARK, None)
     if cast_fun not in (None, fun):
         _validate.fail(

@@ -142,22 +142,14 @@ class Policy:
         return self._cast_params(params, self.param_dtype)
 
     def _cast_params(self, params: PyTree, dtype: Any) -> PyTree:
-        unused, names = set(self.float32_paths), []
+        names = _rules.checked_paths(params, "float32_paths", self.float32_paths)
 
-        def cast(path: Any, x: Any) -> jax.Array:
-            names.append(name := _rules.name_of(path))
-            found = {p for p in self.float32_paths if re.search(p, name)}
-            unused.difference_update(found)
-            return _cast(x, at_least_float32(self.param_dtype) if found else dtype)
+        def cast(name: str, x: Any) -> jax.Array:
+            is_wide = any(re.search(p, name) for p in self.float32_paths)
+            return _cast(x, at_least_float32(self.param_dtype) if is_wide else dtype)
 
-        cast_params = jax.tree_util.tree_map_with_path(cast, params)
-        if unused:
-            _validate.fail(
-                "every expression in float32_paths must be found in a parameter's "
-                f"path. The first ones are {', '.join(names[:8])}.",
-                unused=sorted(unused),
-            )
-        return cast_params
+        leaves, treedef = jax.tree.flatten(params)
+        return treedef.unflatten(map(cast, names, leaves))
 
     def cast_inputs(self, batch: PyTree) -> PyTree:
         """Casts float inputs to `compute_dtype`; other inputs are unchanged."""
@@ -305,14 +297,7 @@ def _patterns(float32_paths: Any) -> tuple[str, ...]:
         )
     paths = tuple(float32_paths)
     for path in paths:
-        try:
-            re.compile(path)
-        except (re.error, TypeError) as error:
-            _validate.fail(
-                "every entry of float32_paths must be a valid regular expression",
-                expression=path,
-                fix=f"It is not: {error}. To find a text as it is, use re.escape.",
-            )
+        _rules.check_expression("every entry of float32_paths", path)
     return paths
 
 

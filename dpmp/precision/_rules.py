@@ -37,10 +37,7 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
 
 
 def parse(products: Any) -> Rules:
-    """Makes rules of a format, a mapping from expressions to formats, or qwix's rules.
-
-    Raises ValueError for anything else.
-    """
+    """Makes rules of a format, a mapping from expressions to formats, or qwix's."""
     if products is None:
         return ()
     if isinstance(products, str):
@@ -63,15 +60,20 @@ def parse(products: Any) -> Rules:
                 rule=rule,
             )
         _validate.one_of([*FORMATS, UNROUNDED], format=rule[1])
-        try:
-            re.compile(rule[0])
-        except re.error as error:
-            _validate.fail(
-                "an expression in products must be a valid regular expression",
-                expression=rule[0],
-                fix=f"It is not: {error}. To find a text as it is, use re.escape.",
-            )
+        check_expression("an expression in products", rule[0])
     return rules
+
+
+def check_expression(what: str, expression: Any) -> None:
+    """Raises ValueError unless `expression`, which is `what`, is a regular one."""
+    try:
+        re.compile(expression)
+    except (re.error, TypeError) as error:
+        _validate.fail(
+            f"{what} must be a valid regular expression",
+            expression=expression,
+            fix=f"It is not: {error}. To find a text as it is, use re.escape.",
+        )
 
 
 def shown(rules: Rules) -> str:
@@ -86,14 +88,11 @@ def applied(
     is_rounded: jax.Array | None,
     compute_dtype: Any,
 ) -> Callable[..., Any]:
-    """Makes `fun` round its products by the rules; see `Policy.in_product_precision`.
-
-    Warns of rules that round nothing.
-    """
+    """Makes `fun` round its products by rules; see `Policy.in_product_precision`."""
 
     def rounded_fun(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        paths = [name_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
-        check_found(rules, paths)
+        expressions = [expression for expression, _ in rules]
+        paths = checked_paths(params, "products", expressions, others=[""])
         if is_rounded is not None and np.shape(is_rounded) != (len(paths) + 1,):
             _validate.fail(
                 "is_rounded must have a number for each parameter, and one for all "
@@ -130,30 +129,32 @@ def applied(
     return rounded_fun
 
 
-def name_of(path: Any) -> str:
-    """The path of a parameter as the expressions of a policy see it."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def rule_for(rules: Rules, path: str) -> tuple[str, str] | None:
     """The rule for the products of a parameter; None to leave them as they are."""
     found = next((rule for rule in rules if re.search(rule[0], path)), None)
     return None if found is None or found[1] == UNROUNDED else found
 
 
-def check_found(rules: Rules, paths: Sequence[str]) -> None:
-    """Raises ValueError for an expression that is found in no path."""
+def checked_paths(
+    params: PyTree, what: str, expressions: Sequence[str], others: Sequence[str] = ()
+) -> list[str]:
+    """The paths of parameters; ValueError for an expression that is found in none."""
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(params)
+    ]
     unused = [
         expression
-        for expression, _ in rules
-        if not any(re.search(expression, path) for path in (*paths, ""))
+        for expression in expressions
+        if not any(re.search(expression, path) for path in (*paths, *others))
     ]
     if unused:
         _validate.fail(
-            "every expression in products must be found in a parameter's path. The "
+            f"every expression in {what} must be found in a parameter's path. The "
             f"first ones are {', '.join(paths[:8])}.",
             unused=unused,
         )
+    return paths
 
 
 def _of_qwix(rule: Any) -> tuple[str, str]:

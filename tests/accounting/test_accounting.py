@@ -10,7 +10,7 @@ from dp_accounting import pld, rdp
 from scipy import optimize, stats
 
 from dpmp import accounting
-from dpmp.accounting import _epsilon, _steps
+from dpmp.accounting import _epsilon, _events
 
 ADD_OR_REMOVE, REPLACE, REPLACE_SPECIAL = (
     dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -148,7 +148,7 @@ def test_agrees_with_dp_accounting_on_a_fine_grid():
 )
 def test_grid_is_fine_enough(sampling_prob, noise_multiplier, relation):
     event = run(noise_multiplier, 500, sampling_prob)
-    interval = _epsilon._grid(_steps.Run(_steps.steps_of(event), relation))[0]
+    interval = _epsilon._grid(_epsilon.Run(_events.steps_of(event), relation))[0]
     fine = pld.PLDAccountant(relation, interval / 2).compose(event)
     expected = fine.get_epsilon(1e-6)
     found = epsilon_of(event, 1e-6, relation)
@@ -309,7 +309,7 @@ def test_a_share_of_delta_is_spent_on_truncation(size, delta, share):
 
 def test_charging_truncation_is_no_cheaper_than_analysing_it():
     step = truncated_run(2.0, 1, 0.1, 50, 20)
-    steps = _steps.Run(_steps.steps_of(step, 10), ADD_OR_REMOVE)
+    steps = _epsilon.Run(_events.steps_of(step, 10), ADD_OR_REMOVE)
     assert 1e-9 < steps.steps[0].truncation < 1e-7
     for delta in (1e-4, 1e-5):
         charged, _ = _epsilon._untruncated_bound(steps, delta, share=0.5)

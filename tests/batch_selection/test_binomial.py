@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpmp.batch_selection import _binomial
-from dpmp.batch_selection._binomial import draw_binomial
+from dpmp.batch_selection import _draws
+from dpmp.batch_selection._draws import draw_binomial
 
 BITS = 384  # of one draw
 
@@ -27,7 +27,7 @@ def exact_probabilities(num_trials, prob):
 
 def table_probabilities(num_trials, prob):
     """The first count of the table, and the probabilities of its counts."""
-    least, cumulative = _binomial._table(num_trials, prob)
+    least, cumulative = _draws._table(num_trials, prob)
     weights = np.diff(np.array([0, *cumulative], object))
     return least, [Fraction(x, cumulative[-1]) for x in weights]
 
@@ -57,7 +57,7 @@ def test_the_table_is_as_near_to_the_exact_probabilities_as_proved(num_trials, p
     )
     assert set(padded) <= set(counts)
     assert distance / 2 <= 6 * Fraction(num_trials + 1) ** 2 / 2**256
-    assert distance / 2 <= _binomial.SAMPLING_TOTAL_VARIATION
+    assert distance / 2 <= _draws.SAMPLING_TOTAL_VARIATION
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_the_proof_covers_the_widest_table():
     width = 2 + math.isqrt(math.ceil(num_trials * log_weight / 2))
     assert width < 2**35
     assert 6 * width**2 < 2 ** (256 - 183)
-    assert _binomial.SAMPLING_TOTAL_VARIATION >= 2.0**-183 + 2.0**-348
+    assert _draws.SAMPLING_TOTAL_VARIATION >= 2.0**-183 + 2.0**-348
 
 
 @pytest.mark.parametrize(("num_trials", "prob"), [(5, 0.25), (1000, 0.03), (9, 1.0)])
 def test_a_draw_is_the_quantile_of_its_random_bits(num_trials, prob):
     prob = Fraction(prob)
-    least, cumulative = _binomial._table(num_trials, prob)
+    least, cumulative = _draws._table(num_trials, prob)
     for i, end in enumerate(cumulative):
         first_beyond = -(-(end << BITS) // cumulative[-1])
         last_within = words_of(first_beyond - 1)

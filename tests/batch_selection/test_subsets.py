@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from dpmp.batch_selection import _subsets
-from dpmp.batch_selection._subsets import draw_subset
+from dpmp.batch_selection import _draws
+from dpmp.batch_selection._draws import draw_subset
 
 
 class NoWordsLeftError(Exception):
@@ -44,7 +44,7 @@ SORTING, MARKING = 2.0, 0.0  # the fraction of all numbers from which on are mar
     ],
 )
 def test_all_subsets_are_exactly_equally_likely(dense, num_elements, size, monkeypatch):
-    monkeypatch.setattr(_subsets, "_DENSE", dense)
+    monkeypatch.setattr(_draws, "_DENSE", dense)
     counts = collections.Counter()
     # Each number comes up for equally many words, so these stand for all words.
     for words in itertools.product(range(num_elements), repeat=6):
@@ -59,7 +59,7 @@ def test_all_subsets_are_exactly_equally_likely(dense, num_elements, size, monke
 
 @pytest.mark.parametrize("num_elements", [1, 2, 3, 2**32, 3 * 2**61, 2**63 - 1])
 def test_words_beyond_the_last_multiple_are_dropped(num_elements, monkeypatch):
-    monkeypatch.setattr(_subsets, "_DENSE", SORTING)
+    monkeypatch.setattr(_draws, "_DENSE", SORTING)
     end = 2**64 // num_elements * num_elements
     beyond = [end, 2**64 - 1] if end < 2**64 else []
     (index,) = draw_subset(num_elements, 1, words_from([*beyond, end - 1]))
@@ -70,7 +70,7 @@ def test_words_beyond_the_last_multiple_are_dropped(num_elements, monkeypatch):
 def test_sorting_and_marking_give_the_same_subset(size, monkeypatch):
     subsets = []
     for dense in (SORTING, MARKING):
-        monkeypatch.setattr(_subsets, "_DENSE", dense)
+        monkeypatch.setattr(_draws, "_DENSE", dense)
         subsets.append(draw_subset(1000, size, philox(5)))
     np.testing.assert_array_equal(*subsets)
 

@@ -16,7 +16,7 @@ from programs import equations
 
 from dpmp import clipping
 from dpmp.clipping import clip_pytree, clipped_fun, clipped_grad
-from dpmp.numerics._float_sums import UNIT_ROUNDOFF
+from dpmp.numerics import UNIT_ROUNDOFF
 
 pytestmark = pytest.mark.bits
 

@@ -20,8 +20,8 @@ from dpmp import (
     GridArray,
     clipped_grad,
 )
+from dpmp.numerics import UNIT_ROUNDOFF
 from dpmp.numerics._arithmetic import ARITHMETICS, parse_arithmetic
-from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
 
 _RELATIONS = dp_accounting.NeighboringRelation

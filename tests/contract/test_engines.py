@@ -16,8 +16,8 @@ from models import Model
 
 from dpmp.engines._methods import METHODS, make_engine
 from dpmp.engines._signature import Signature
+from dpmp.numerics import UNIT_ROUNDOFF
 from dpmp.numerics._arithmetic import parse_arithmetic
-from dpmp.numerics._float_sums import UNIT_ROUNDOFF
 
 _SIZE = 6
 

@@ -13,10 +13,10 @@ import pytest
 import reference
 from programs import equations
 
+from dpmp._fence import StoredArray
 from dpmp.clipping import _clip_norms, clipped_fun
 from dpmp.numerics import ExactSums, _exact, reduction
 from dpmp.numerics._grid import DEFAULT_RESOLUTION, LARGEST_RESOLUTION
-from dpmp.numerics._stored import StoredArray
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import reference
 
-from dpmp.numerics import _float_sums, _stored, reduction
+from dpmp import _fence
+from dpmp.numerics import _float_sums, reduction
 from dpmp.numerics._arithmetic import parse_arithmetic
 
 
@@ -25,8 +26,8 @@ def test_rounding_slack_covers_twice_the_errors_of_all_additions(
 
 
 def _stacked(*leaves):
-    stack, _ = _stored.compute_and_store(lambda: (list(leaves), None), jnp.ones(1))
-    return _float_sums.squared_norm(stack)
+    stack, _ = _fence.compute_and_store(lambda: (list(leaves), None), jnp.ones(1))
+    return reduction.squared_norm(stack)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_squared_norms_are_within_their_number_of_roundings(dtype, size):
     x = np.full((1, size), 1.0 / 3, dtype)
     norm = jax.jit(lambda: _stacked(x))()
     exact = reference.exact_squared_norm(x)
-    u = Fraction(_float_sums.UNIT_ROUNDOFF)
+    u = Fraction(reduction.UNIT_ROUNDOFF)
     error = abs(Fraction(float(norm.value[0])) / exact - 1)
     assert error <= (1 + u) ** int(norm.roundings) - 1
     assert norm.value.dtype == jnp.float32

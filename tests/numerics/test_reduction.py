@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp.numerics import _stored, reduction
+from dpmp import _fence
+from dpmp.numerics import reduction
 
 # A loop adds up their columns together, and leaves four.
 MANY = [511] * 128 + [132]
@@ -83,7 +84,7 @@ def test_every_entry_is_added_once(sizes):
     arrays = [rng.integers(-9, 9, (2, n)).astype(np.float32) for n in sizes]
     # Columns beyond the last are zeros, and need a weight.
     weights = rng.integers(-9, 9, max(sizes) + 100).astype(np.float32)
-    stack = [_stored.StoredArray(jnp.asarray(x), x.dtype, x.shape[1:]) for x in arrays]
+    stack = [_fence.StoredArray(jnp.asarray(x), x.dtype, x.shape[1:]) for x in arrays]
 
     @jax.jit
     def total():
@@ -104,7 +105,7 @@ def test_no_path_of_entries_has_more_additions_than_are_counted(sizes):
     @jax.jit
     def longest(xs):
         nonlocal counted
-        stack = [_stored.StoredArray(x, x.dtype, x.shape[1:]) for x in xs]
+        stack = [_fence.StoredArray(x, x.dtype, x.shape[1:]) for x in xs]
         total, counted = reduction.sum_entries(stack, _square, add)
         return total - 1
 
@@ -115,7 +116,7 @@ def test_no_path_of_entries_has_more_additions_than_are_counted(sizes):
 def test_a_program_has_arrays_of_one_shape_once():
     def num_lines(count):
         def squares(xs):
-            stack = [_stored.StoredArray(x, x.dtype, x.shape[1:]) for x in xs]
+            stack = [_fence.StoredArray(x, x.dtype, x.shape[1:]) for x in xs]
             return reduction.sum_entries(stack, _square, jnp.add)[0]
 
         xs = [jax.ShapeDtypeStruct((4, 5000), jnp.float32)] * count

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import reference
 
+from dpmp import _fence
 from dpmp.clipping import clipped_fun
-from dpmp.numerics import _stored
 
 
 @pytest.mark.parametrize("arithmetic", ["exact", "float32"])
@@ -34,8 +34,8 @@ def test_the_branch_is_taken_whatever_it_depends_on():
     ]
 
     def stored_and_loaded(x):
-        stored, _ = _stored.compute_and_store(lambda: (jnp.ones((2, 3)), None), x)
-        return _stored.floats_of(stored.bits, stored.dtype)
+        stored, _ = _fence.compute_and_store(lambda: (jnp.ones((2, 3)), None), x)
+        return _fence.floats_of(stored.bits, stored.dtype)
 
     for loaded in jax.jit(lambda xs: list(map(stored_and_loaded, xs)))(arrays):
         np.testing.assert_array_equal(loaded, np.ones((2, 3)))
@@ -66,7 +66,7 @@ def test_norm_and_sum_see_the_same_bits_of_a_cancelling_difference():
 
 @pytest.mark.slow  # of programs as users have them
 def test_norm_and_sum_would_see_other_bits_without_the_branch(monkeypatch):
-    monkeypatch.setattr(_stored, "materialize", lambda compute, depends_on: compute())
+    monkeypatch.setattr(_fence, "materialize", lambda compute, depends_on: compute())
     # The test above must be one that can fail; it needs a CPU with fused multiply-add.
     assert _norm_of_clipped_residue(1e-9) > 1e-9
 
