@@ -8,7 +8,7 @@ import jax
 
 from dpmp import _meshes
 from dpmp.engines._signature import Signature
-from dpmp.programs import bodies, interpreter
+from dpmp.programs import analysis, interpreter
 
 # On CPUs, steps of small models (benchmarks/choice.py) are fastest if the largest array
 # of a microbatch has about this many entries, and its materialized gradients that many.
@@ -60,7 +60,7 @@ def _sizes(jaxpr: Any, of_example: set[Any]) -> Iterator[int]:
         of_example.update(eqn.outvars)
         yield from (math.prod(getattr(x.aval, "shape", ())) for x in eqn.outvars)
         known = set(read) - of_example
-        for sub in bodies.sub_programs(eqn):
+        for sub in analysis.sub_programs(eqn):
             carry = range(sub.num_consts, sub.num_consts + sub.num_carry)
             inside = {
                 x

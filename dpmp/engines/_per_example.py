@@ -24,10 +24,10 @@ from dpmp.numerics import (
     rows_of_block,
     squared_norm,
 )
-from dpmp.programs import convolutions
+from dpmp.programs.interpreter import rewrite
 from dpmp.programs.transformations import (
+    FAST_CONVOLUTIONS,
     has_ragged_products,
-    rewrite,
     without_ragged_products,
 )
 
@@ -196,7 +196,7 @@ def stack_engine(
     def engine(*args: Any, **kwargs: Any) -> StackedGrads:
         in_axes = [0 if i in signature.of_examples else None for i in range(len(args))]
         mapped = jax.vmap(functools.partial(fun, **kwargs), in_axes)
-        compute = rewrite(lambda: mapped(*args), convolutions.RULES)
+        compute = rewrite(lambda: mapped(*args), FAST_CONVOLUTIONS)
         stack, (values, aux) = compute_and_store(compute, (args, kwargs))
         return StackedGrads(values, aux, stack)
 

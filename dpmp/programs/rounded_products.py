@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dpmp._typing import PyTree
-from dpmp.programs import bodies, float8, formats, interpreter, primitives
+from dpmp.programs import analysis, float8, formats, interpreter, primitives
 
 # For each value, the number of the parameter that it is a view of, or None.
 Origins: TypeAlias = Sequence[int | None]
@@ -77,7 +77,7 @@ def with_rounded_products(
                 if choice is not None:
                     return _product(eqn, choice, values, native)
             inner = {
-                id(x.jaxpr): origins_of(x.invars) for x in bodies.sub_programs(eqn)
+                id(x.jaxpr): origins_of(x.invars) for x in analysis.sub_programs(eqn)
             }
 
             def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
@@ -86,7 +86,7 @@ def with_rounded_products(
                 only = next(iter(inner.values())) if len(inner) == 1 else unknown
                 return run(inner.get(id(body.jaxpr), only), body, values)
 
-            return bodies.bind_bodies(eqn, values, run_body)
+            return interpreter.bind_bodies(eqn, values, run_body)
 
         return interpreter.run(closed, values, evaluate)
 

@@ -33,8 +33,7 @@ from dpmp.numerics import (
     norm_bound_for_clipping,
 )
 from dpmp.programs import (
-    bodies,
-    complex_products,
+    analysis,
     frozen,
     interpreter,
     primitives,
@@ -89,7 +88,7 @@ def analyse(
     identity tap (see `_rules`).
     """
     closed, treedef = interpreter.trace(fun, params, example)
-    if bodies.has_primitive(closed.jaxpr, primitives.REFERENCE):
+    if analysis.has_primitive(closed.jaxpr, primitives.REFERENCE):
         _validate.fail(
             "a loss for book-keeping must not use jax.new_ref. Use "
             'method="per_example".'
@@ -97,8 +96,8 @@ def analyse(
     if transformations.has_ragged_products(closed.jaxpr):
         fun = transformations.without_ragged_products(fun)
         closed, treedef = interpreter.trace(fun, params, example)
-    if complex_products.has_complex_products(closed.jaxpr):
-        fun = complex_products.without_complex_products(fun)
+    if transformations.has_complex_products(closed.jaxpr):
+        fun = transformations.without_complex_products(fun)
         closed, treedef = interpreter.trace(fun, params, example)
     avals, num_params = closed.in_avals, len(jax.tree.leaves(params))
     shapes = [aval.shape for aval in avals[:num_params]]

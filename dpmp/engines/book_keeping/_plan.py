@@ -22,7 +22,7 @@ from dpmp.engines.book_keeping import _equations, _rules, _steps, _uses, _views
 from dpmp.engines.book_keeping._steps import Step
 from dpmp.engines.book_keeping._uses import Use
 from dpmp.engines.book_keeping._views import View
-from dpmp.programs import bodies, cotangents, frozen, interpreter, primitives
+from dpmp.programs import analysis, frozen, interpreter, primitives
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def make_plan(
         outside as well. It gets no tap here, but where the program outside uses it.
     """
     steps: dict[int, Step] = {}
-    reached = cotangents.reached(closed.jaxpr, unread)
+    reached = analysis.reached(closed.jaxpr, unread)
 
     def evaluate(eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive.name in primitives.IDENTITIES:
@@ -154,16 +154,16 @@ def _meet(
     with_identity_taps = functools.partial(_steps.identity_step, views, bind)
     if any(_is_complex(v) for v in (*eqn.invars, *eqn.outvars)):
         return outputs, with_identity_taps()
-    if (loop := bodies.as_loop(eqn)) is not None and loop.options["length"] > 0:
+    if (loop := interpreter.as_loop(eqn)) is not None and loop.options["length"] > 0:
         return _loop_step(loop, views, unread)
-    if (remat := bodies.as_rematerialised(eqn)) is not None:
+    if (remat := interpreter.as_rematerialised(eqn)) is not None:
         return _call_step(*remat, views, unread)
-    if (branches := bodies.as_branches(eqn)) is not None:
+    if (branches := interpreter.as_branches(eqn)) is not None:
         step = _branches_step(branches, views, unread)
         return outputs, with_identity_taps() if step is None else step
     if (found := _rules.outer_use(eqn, views)) is not None:
         return outputs, _steps.outer_step(eqn, *found)
-    if bodies.has_body(eqn):
+    if analysis.has_body(eqn):
         return outputs, with_identity_taps()
     return outputs, _steps.dense_step(eqn, views)
 
@@ -265,7 +265,7 @@ def _inner_roots(views: Sequence[View | None], body: Any) -> list[View | None]:
 
 
 def _loop_step(
-    loop: bodies.Loop, views: list[View | None], unread: Collection[int]
+    loop: interpreter.Loop, views: list[View | None], unread: Collection[int]
 ) -> tuple[list[Any], Step | None]:
     """Plans a scan, as another scan that takes dummies and returns activations.
 
@@ -282,7 +282,7 @@ def _loop_step(
     inner = make_plan(
         loop.body,
         _inner_roots(inside, loop.body),
-        unread={*cotangents.unread_in_loop(loop, unread), *constant},
+        unread={*analysis.unread_in_loop(loop, unread), *constant},
         # Other outputs are carried, or are copies of what every iteration returns.
         stays_view=lambda i, view: (
             i >= loop.num_carry and not view.roots.isdisjoint(mapped)
