@@ -1,7 +1,8 @@
 """Reads programs that jax has traced: their equations, and what depends on what."""
 
 import itertools
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,6 +98,25 @@ def arrays_in(jaxpr: Any) -> list[Any]:
 
 def _parts_of(params: dict[str, Any]) -> list[Any]:
     return jax.tree.leaves(params, is_leaf=callable)
+
+
+def sizes_of_dependents(jaxpr: Any, variables: set[Any]) -> Iterator[int]:
+    """Yields the sizes of arrays in a jaxpr that depend on some of its variables."""
+    *reads, _ = interpreter.variables_read(jaxpr)
+    for eqn, read in zip(jaxpr.eqns, reads, strict=True):
+        if variables.isdisjoint(read):
+            continue
+        variables.update(eqn.outvars)
+        yield from (math.prod(getattr(x.aval, "shape", ())) for x in eqn.outvars)
+        known = set(read) - variables
+        for sub in sub_programs(eqn):
+            carry = range(sub.num_consts, sub.num_consts + sub.num_carry)
+            inside = {
+                x
+                for i, x in enumerate(sub.jaxpr.invars)
+                if i in carry or not any(x is sub.invars[i] for x in known)
+            }
+            yield from sizes_of_dependents(sub.jaxpr, inside)
 
 
 def reached(jaxpr: Any, unread: Collection[int] = ()) -> set[Any]:
