@@ -5,14 +5,13 @@ their own:
 
     rounded_products
     formats   transformations   frozen   losses
-    float8   analysis
+    analysis
     interpreter   source_lines
     primitives
 """
 
 from dpmp.programs import (
     analysis,
-    float8,
     formats,
     frozen,
     interpreter,
@@ -25,7 +24,6 @@ from dpmp.programs import (
 
 __all__ = [
     "analysis",
-    "float8",
     "formats",
     "frozen",
     "interpreter",

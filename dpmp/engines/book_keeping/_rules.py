@@ -25,7 +25,7 @@ import numpy as np
 from dpmp.engines.book_keeping import _equations, _linalg
 from dpmp.engines.book_keeping._uses import Factors, Outer, Sizes, Use
 from dpmp.engines.book_keeping._views import View
-from dpmp.programs import float8, interpreter, primitives
+from dpmp.programs import interpreter, primitives, rounded_products
 
 
 def outer_use(eqn: Any, views: Sequence[View | None]) -> tuple[Use, int] | None:
@@ -56,7 +56,7 @@ def _dot(eqn: Any, operand: int) -> Outer:
     data = 1 - operand
     shapes = [atom.aval.shape for atom in eqn.invars]
     contracted, batch = eqn.params.get(
-        "dimension_numbers", float8.dimension_numbers(len(shapes[0]))
+        "dimension_numbers", rounded_products.dimension_numbers(len(shapes[0]))
     )
     free = [
         tuple(i for i in range(len(shapes[j])) if i not in (*contracted[j], *batch[j]))
@@ -217,7 +217,7 @@ def _in_groups(x: jax.Array, groups: int) -> jax.Array:
 # returns the outer form of the gradient with respect to an operand, or None.
 _OUTER_RULES: dict[str, tuple[str, Callable[[Any, int], Outer | None]]] = {
     primitives.DOT_GENERAL: ("dot", _dot),
-    interpreter.CUSTOM_VJP + float8.PRODUCT_NAME: ("dot", _dot),
+    interpreter.CUSTOM_VJP + rounded_products.PRODUCT_NAME: ("dot", _dot),
     primitives.GATHER: ("gather", _gather),
     primitives.CONVOLUTION: ("convolution", _convolution),
 }
