@@ -85,7 +85,7 @@ def analyse(
 
     `params` and `example` may hold arrays or shapes. With `is_bounded`, the errors of
     all norms must be known. So parameters that are used through arithmetic get an
-    identity tap (see `_rules`).
+    identity tap (see `_steps`).
     """
     closed, treedef = interpreter.trace(fun, params, example)
     if analysis.has_primitive(closed.jaxpr, primitives.REFERENCE):

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp.engines.book_keeping import _equations, _rules, _steps, _uses, _views
+from dpmp.engines.book_keeping import _equations, _steps, _uses, _views
 from dpmp.engines.book_keeping._steps import Step
 from dpmp.engines.book_keeping._uses import Use
 from dpmp.engines.book_keeping._views import View
@@ -72,13 +72,13 @@ def make_plan(
         if eqn.primitive.name in primitives.IDENTITIES:
             return operands
         if frozen.reads_instead(eqn) and _as_view(operands[1]) is not None:
-            steps[id(eqn)] = _steps.first_operand_step()
+            steps[id(eqn)] = Step([], lambda values, *_: (values[:1], []))
             return operands[1:]
         views = list(map(_as_view, operands))
         known = [view for view in views if view is not None]
         if len(known) == len(views):
             as_of_data = [*views[:1], None]
-            if _views.repeats_rows(eqn, known) and _rules.outer_use(eqn, as_of_data):
+            if _views.repeats_rows(eqn, known) and _steps.outer_step(eqn, as_of_data):
                 views = as_of_data
             elif not _has_to_be_tapped(eqn, known):
                 return _views.apply(eqn, known)
@@ -161,8 +161,8 @@ def _meet(
     if (branches := interpreter.as_branches(eqn)) is not None:
         step = _branches_step(branches, views, unread)
         return outputs, with_identity_taps() if step is None else step
-    if (found := _rules.outer_use(eqn, views)) is not None:
-        return outputs, _steps.outer_step(eqn, *found)
+    if (step := _steps.outer_step(eqn, views)) is not None:
+        return outputs, step
     if analysis.has_body(eqn):
         return outputs, with_identity_taps()
     return outputs, _steps.dense_step(eqn, views)
