@@ -217,8 +217,7 @@ def args_read(closed: Any) -> set[int]:
 
 def reads_instead(eqn: Any) -> bool:
     """Whether an equation is a call of `read_instead`."""
-    is_custom = eqn.primitive.name == primitives.CUSTOM_VJP
-    return is_custom and interpreter.name(eqn) == _READ_INSTEAD
+    return interpreter.name(eqn) == _READ_INSTEAD
 
 
 def _is_packed(array: Any) -> bool:

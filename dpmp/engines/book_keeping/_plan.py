@@ -71,7 +71,8 @@ def make_plan(
     def evaluate(eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive.name in primitives.IDENTITIES:
             return operands
-        if frozen.reads_instead(eqn) and _as_view(operands[1]) is not None:
+        is_custom = eqn.primitive.name in primitives.CUSTOM
+        if is_custom and frozen.reads_instead(eqn) and _as_view(operands[1]):
             steps[id(eqn)] = Step([], lambda values, *_: (values[:1], []))
             return operands[1:]
         views = list(map(_as_view, operands))
