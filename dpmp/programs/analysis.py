@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,14 +100,14 @@ def _parts_of(params: dict[str, Any]) -> list[Any]:
     return jax.tree.leaves(params, is_leaf=callable)
 
 
-def sizes_of_dependents(jaxpr: Any, variables: set[Any]) -> Iterator[int]:
-    """Yields the sizes of arrays in a jaxpr that depend on some of its variables."""
-    *reads, _ = interpreter.variables_read(jaxpr)
+def sizes_of_dependents(jaxpr: Any, variables: set[Any]) -> list[int]:
+    """The sizes of the arrays in a jaxpr that depend on some of its variables."""
+    sizes, (*reads, _) = [], interpreter.variables_read(jaxpr)
     for eqn, read in zip(jaxpr.eqns, reads, strict=True):
         if variables.isdisjoint(read):
             continue
         variables.update(eqn.outvars)
-        yield from (math.prod(getattr(x.aval, "shape", ())) for x in eqn.outvars)
+        sizes += [math.prod(getattr(x.aval, "shape", ())) for x in eqn.outvars]
         known = set(read) - variables
         for sub in sub_programs(eqn):
             carry = range(sub.num_consts, sub.num_consts + sub.num_carry)
@@ -116,7 +116,8 @@ def sizes_of_dependents(jaxpr: Any, variables: set[Any]) -> Iterator[int]:
                 for i, x in enumerate(sub.jaxpr.invars)
                 if i in carry or not any(x is sub.invars[i] for x in known)
             }
-            yield from sizes_of_dependents(sub.jaxpr, inside)
+            sizes += sizes_of_dependents(sub.jaxpr, inside)
+    return sizes
 
 
 def reached(jaxpr: Any, unread: Collection[int] = ()) -> set[Any]:

@@ -54,10 +54,6 @@ class _Frozen:
     compute: Callable[[tuple[Any, ...]], Any] | None = None
     num_operations: int = 0
 
-    @property
-    def value(self) -> Any:
-        return self.arrays[0] if self.compute is None else self.compute(self.arrays)
-
 
 def hoist_constants(
     fun: Callable[..., PyTree],
@@ -230,7 +226,9 @@ def _as_fun(closed: Any) -> Callable[..., list[Any]]:
 
 
 def _value(x: Any) -> Any:
-    return x.value if isinstance(x, _Frozen) else x
+    if not isinstance(x, _Frozen):
+        return x
+    return x.arrays[0] if x.compute is None else x.compute(x.arrays)
 
 
 def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
@@ -342,6 +340,6 @@ def _to_be_sliced(x: Any) -> Any:
     if not (isinstance(x, _Frozen) and x.compute):
         return x
     if x.compute is not _whole or x.arrays[0].axis == 0:
-        return x.value
+        return _value(x)
     part, *param = x.arrays
     return dataclasses.replace(x, arrays=(part.to_be_sliced(), *param))

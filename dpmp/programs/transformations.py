@@ -13,7 +13,7 @@ import numpy as np
 from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp.programs import primitives
-from dpmp.programs.analysis import equations, has_primitive
+from dpmp.programs.analysis import equations
 from dpmp.programs.interpreter import bind, rewrite
 
 # A convolution in many groups, each of few products, is faster as it is.
@@ -66,11 +66,6 @@ def without_ragged_products(fun: Callable[..., PyTree]) -> Callable[..., PyTree]
     own group. With k groups, it takes k times as long.
     """
     return rewrite(fun, {primitives.RAGGED_DOT: _ordinary_product})
-
-
-def has_ragged_products(jaxpr: Any) -> bool:
-    """Whether a program, or a program inside of it, has a ragged product."""
-    return has_primitive(jaxpr, primitives.RAGGED_DOT)
 
 
 def _ordinary_product(eqn: Any, values: list[Any]) -> list[jax.Array]:

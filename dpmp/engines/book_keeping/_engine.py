@@ -93,7 +93,7 @@ def analyse(
             "a loss for book-keeping must not use jax.new_ref. Use "
             'method="per_example".'
         )
-    if transformations.has_ragged_products(closed.jaxpr):
+    if analysis.has_primitive(closed.jaxpr, primitives.RAGGED_DOT):
         fun = transformations.without_ragged_products(fun)
         closed, treedef = interpreter.trace(fun, params, example)
     if transformations.has_complex_products(closed.jaxpr):
@@ -148,7 +148,8 @@ class Engine:
         compute = _linalg.adapted(
             jax.vmap(functools.partial(_one_example, program), in_axes=(None, 0))
         )
-        inputs = jax.tree.leaves(params), jax.tree.leaves(self._examples(args))
+        examples = {i: args[i] for i in self.signature.of_examples}
+        inputs = jax.tree.leaves(params), jax.tree.leaves(examples)
         inputs_read = [inputs[0][i] for i in program.params_read], inputs[1]
 
         def compute_and_cache() -> tuple[Any, PyTree, list[Cached]]:
@@ -167,9 +168,6 @@ class Engine:
         """Analyses the loss of one example, from the shapes of a batch."""
         of_one_example = self.signature.for_one_example(self.fun, args, kwargs)
         return analyse(*of_one_example, is_bounded=self.is_bounded)
-
-    def _examples(self, args: Sequence[Any]) -> dict[int, Any]:
-        return {i: args[i] for i in self.signature.of_examples}
 
 
 def make_engine(

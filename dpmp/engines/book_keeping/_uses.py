@@ -206,9 +206,7 @@ def product(use: Use, cached: Cached) -> jax.Array:
 
         products = jnp.moveaxis(of_parts(use.outer, multiply, left), 0, 1)
         return _linalg.apart(products.reshape(groups, length, width))
-    right = _linalg.widen(right)
-    add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
-    return add(jnp.zeros((groups, length, width), right.dtype), left, right)
+    return _scatter(left[None], _linalg.widen(right)[None], length)
 
 
 def gradient(use: Use, cached: Cached) -> jax.Array:
