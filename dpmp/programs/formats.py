@@ -8,7 +8,7 @@ from the array itself. So in the loss of one example, it depends on that example
 history of largest entries, which would let one example influence all others.
 
 References:
-  Micikevicius et al.: FP8 formats for deep learning, 2022.
+  Micikevicius et al.: FP8 formats for deep learning, 2022, sections 3 and 4.
   Rouhani et al.: Microscaling data formats for deep learning, 2023.
   NVIDIA: Pretraining large language models with NVFP4, 2025.
 """

@@ -5,9 +5,6 @@ result. The product is then taken in the dtype of the operands, which emulates t
 format, or in 8 bits on devices that can. The result is the same. Which format a product
 has depends on the parameter that it multiplies by: the walk follows parameters through
 casts, transpositions, reshapes and slices.
-
-References:
-  Micikevicius et al.: FP8 formats for deep learning, 2022, sections 3 and 4.
 """
 
 import functools

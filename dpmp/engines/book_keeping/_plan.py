@@ -112,11 +112,10 @@ def execute(
     dummies: list[jax.Array],
     materialized: list[bool],
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the outputs of a program, and for each use the cached value or None.
+    """Runs a program as planned: it is the `Handler` of all its uses.
 
-    `materialized` tells for each use whether the backward pass materializes its
-    gradient. The dummies are float arrays with the shapes and dtypes of the cotangents
-    of the uses. Differentiation gives each dummy the cotangent, or the gradient.
+    The dummies are float arrays with the shapes and dtypes of the cotangents of the
+    uses. Differentiation gives each dummy the cotangent, or the gradient.
     """
     activations: list[Any] = []
 

@@ -224,11 +224,7 @@ def weighted_sum(
     coefs: jax.Array,
     keep: jax.Array,
 ) -> dict[int, jax.Array]:
-    """Sums coefficient times gradient over the examples, for some parameters.
-
-    An example whose `keep` is False contributes zero, by selection, whatever is cached
-    for it. A parameter without a use has zeros.
-    """
+    """`PerExampleGrads.weighted_sum` of some parameters; zeros if they have no use."""
     views, totals = [], []
     for use, arrays in zip(uses, cached, strict=True):
         if not use.view.leaves.isdisjoint(params):
