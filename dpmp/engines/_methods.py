@@ -172,13 +172,10 @@ def scaled(
         value = jnp.asarray(value)
         wide = value.astype(at_least_float32(value.dtype))
         constant = jax.lax.stop_gradient(value)
-        if isinstance(loss_scale, float | int):  # validated by `loss_scaling.check`
-            factor = scale = jnp.asarray(loss_scale, wide.dtype)
-        else:
-            freed = _meshes.resharded(loss_scale)
-            scale = loss_scale(constant) if callable(loss_scale) else freed
-            scale = _to_power_of_two(scale)
-            factor = jnp.where(jnp.isfinite(scale), scale, 1).astype(wide.dtype)
+        freed = _meshes.resharded(loss_scale)
+        scale = loss_scale(constant) if callable(loss_scale) else freed
+        scale = _to_power_of_two(scale)
+        factor = jnp.where(jnp.isfinite(scale), scale, 1).astype(wide.dtype)
         return wide * factor, (aux, value, scale)
 
     return scaled_loss_fn
