@@ -148,23 +148,21 @@ def _meet(
 ) -> tuple[list[Any], Step | None]:
     """Returns the outputs of an equation on data and views, and the decision for it."""
     outputs: list[Any] = [_DATA] * len(eqn.outvars)
-    if not _steps.tappable(views):
+    identity = _steps.identity_step(views, functools.partial(interpreter.bind, eqn))
+    if not identity.uses:
         return outputs, None
-    bind = functools.partial(interpreter.bind, eqn)
-    with_identity_taps = functools.partial(_steps.identity_step, views, bind)
     if any(_is_complex(v) for v in (*eqn.invars, *eqn.outvars)):
-        return outputs, with_identity_taps()
+        return outputs, identity
     if (loop := interpreter.as_loop(eqn)) is not None and loop.options["length"] > 0:
         return _loop_step(loop, views, unread)
     if (remat := interpreter.as_rematerialised(eqn)) is not None:
         return _call_step(*remat, views, unread)
     if (branches := interpreter.as_branches(eqn)) is not None:
-        step = _branches_step(branches, views, unread)
-        return outputs, with_identity_taps() if step is None else step
+        return outputs, _branches_step(branches, views, unread, identity)
     if (step := _steps.outer_step(eqn, views)) is not None:
         return outputs, step
     if analysis.has_body(eqn):
-        return outputs, with_identity_taps()
+        return outputs, identity
     return outputs, _steps.dense_step(eqn, views)
 
 
@@ -177,7 +175,7 @@ def _has_to_be_tapped(eqn: Any, views: Sequence[View]) -> bool:
     is_exact = not any(map(_is_complex, eqn.outvars)) and _equations.goes_back_exactly(
         eqn
     )
-    return not is_exact and bool(_steps.tappable(views))
+    return not is_exact and bool(_steps.identity_step(views).uses)
 
 
 def _is_complex(atom: Any) -> bool:
@@ -218,19 +216,22 @@ def _uses_outside(inner: Plan, views: Sequence[View | None]) -> list[Use]:
 
 
 def _branches_step(
-    branches: Sequence[Any], views: list[View | None], unread: Collection[int]
-) -> Step | None:
+    branches: Sequence[Any],
+    views: list[View | None],
+    unread: Collection[int],
+    identity: Step,
+) -> Step:
     """Plans branches, as other branches that take all dummies and return activations.
 
     Where a branch is not taken, the activations and cotangents of its uses are zero.
-    The result is None if the cached arrays take more memory than the gradients.
+    If the cached arrays take more memory than the gradients, it is the step `identity`.
     """
     operands = views[1:]
     plans = [make_plan(x, _inner_roots(operands, x), unread=unread) for x in branches]
     uses = [use for plan in plans for use in _uses_outside(plan, operands)]
     ends = list(itertools.accumulate((len(x.uses) for x in plans), initial=0))
-    if _uses.num_bytes(uses) > _uses.num_bytes(_steps.identity_step(operands).uses):
-        return None
+    if _uses.num_bytes(uses) > _uses.num_bytes(identity.uses):
+        return identity
 
     def handler(values, dummies, materialized):
         zeros = [

@@ -37,7 +37,7 @@ class Step(NamedTuple):
     handler: Handler
 
 
-def tappable(views: Sequence[View | None]) -> dict[int, View]:
+def _tappable(views: Sequence[View | None]) -> dict[int, View]:
     """The views that have a gradient, by their positions."""
     return {
         i: view
@@ -71,7 +71,7 @@ def _cotangent(_: None, cotangent: jax.Array) -> jax.Array:
 
 def dense_step(eqn: Any, views: list[View | None]) -> Step:
     to_views, uses = {}, []
-    for i, view in tappable(views).items():
+    for i, view in _tappable(views).items():
         # The gradient of a broadcast array is a sum, taken in float32.
         to_views[i] = functools.partial(_views.sum_over_repeated, view)
         view = _views.before_broadcasts(view)
@@ -94,7 +94,7 @@ def identity_step(
     views: Sequence[View | None], fn: Callable[[list[Any]], list[Any]] = list
 ) -> Step:
     """Taps each view that has a gradient, then goes on with `fn`."""
-    which = tappable(views)
+    which = _tappable(views)
     uses = [
         Use("identity", x, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
         for x in which.values()
