@@ -165,8 +165,7 @@ def test_jax_internals_stay_where_they_belong():
     core, source_info = "jax.extend.core", "jax.extend.source_info_util"
     assert {name: parts for name, parts in found.items() if parts} == {
         "dpmp.programs.interpreter": {core, source_info},
-        "dpmp.programs.bodies": {core},
-        "dpmp.programs.transformations": {core},
+        "dpmp.programs.frozen": {core},
     }
 
 

@@ -16,14 +16,26 @@ import jax.numpy as jnp
 from dpmp import _meshes, _validate, loss_scaling
 from dpmp._typing import PyTree
 from dpmp.engines import _per_example, book_keeping
-from dpmp.engines._microbatches import fitting_microbatch
 from dpmp.engines._signature import Signature, check_loss
 from dpmp.numerics import Arithmetic, SquaredNorm, at_least_float32
+from dpmp.programs import analysis
 
 METHODS = ("per_example", "book_keeping")
 
 # The product of this coefficient and a power of two stays finite.
 _LARGEST_COEFFICIENT = 2.0**100
+
+# On CPUs, steps of small models (benchmarks/choice.py) are fastest if the largest array
+# of a microbatch has about this many entries, and its materialized gradients that many.
+_ENTRIES_OF_ARRAY, _ENTRIES_OF_GRADIENTS = 2**18, 2**21
+
+# A microbatch reads all parameters. If they are large, as in a language model, fewer
+# examples take longer.
+_FEWEST = 4
+
+# On other devices, the arrays of a microbatch may take this share of the memory, as if
+# all of them were float32 and in memory together.
+_SHARE_OF_MEMORY = 0.25
 
 
 class PerExampleGrads(Protocol):
@@ -112,13 +124,38 @@ def make_engine(
     if loss_scale is not None:
         engine = unscaled(engine)
 
-    def microbatch(*args: Any, **kwargs: Any) -> int:
-        holds_gradients = method == "per_example"
-        return fitting_microbatch(
-            one_example_fn, signature, args, kwargs, holds_gradients=holds_gradients
-        )
+    holds_gradients = method == "per_example"
+    return engine, functools.partial(
+        _fitting_microbatch, one_example_fn, signature, holds_gradients
+    )
 
-    return engine, microbatch
+
+def _fitting_microbatch(
+    fun: Callable[..., Any],
+    signature: Signature,
+    holds_gradients: bool,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """Returns the number of examples whose arrays fit into a cache or the memory.
+
+    `holds_gradients` tells whether the per-example gradients are such arrays. The loss
+    `fun` is traced for one example, and nothing is computed.
+    """
+    of_one_example, params, example = signature.for_one_example(fun, args, kwargs)
+    closed = jax.make_jaxpr(of_one_example)(params, example)
+    num_params = len(jax.tree.leaves(params))
+    of_example = {*closed.jaxpr.invars[num_params:]}
+    sizes = [*analysis.sizes_of_dependents(closed.jaxpr, of_example), 1]
+    gradient = sum(x.size for x in jax.tree.leaves(params)) if holds_gradients else 0
+    if jax.local_devices()[0].platform == "cpu":
+        fitting = max(_FEWEST, _ENTRIES_OF_ARRAY // max(sizes))
+        fitting = min(fitting, _ENTRIES_OF_GRADIENTS // max(gradient, 1))
+    else:
+        memory = int(_SHARE_OF_MEMORY * _meshes.memory_of_device())
+        fitting = memory // (4 * (sum(sizes) + gradient))
+    return max(1, fitting)
 
 
 def scaled(
@@ -135,13 +172,10 @@ def scaled(
         value = jnp.asarray(value)
         wide = value.astype(at_least_float32(value.dtype))
         constant = jax.lax.stop_gradient(value)
-        if isinstance(loss_scale, float | int):  # validated by `loss_scaling.check`
-            factor = scale = jnp.asarray(loss_scale, wide.dtype)
-        else:
-            freed = _meshes.resharded(loss_scale)
-            scale = loss_scale(constant) if callable(loss_scale) else freed
-            scale = _to_power_of_two(scale)
-            factor = jnp.where(jnp.isfinite(scale), scale, 1).astype(wide.dtype)
+        freed = _meshes.resharded(loss_scale)
+        scale = loss_scale(constant) if callable(loss_scale) else freed
+        scale = _to_power_of_two(scale)
+        factor = jnp.where(jnp.isfinite(scale), scale, 1).astype(wide.dtype)
         return wide * factor, (aux, value, scale)
 
     return scaled_loss_fn

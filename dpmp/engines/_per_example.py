@@ -24,12 +24,9 @@ from dpmp.numerics import (
     rows_of_block,
     squared_norm,
 )
-from dpmp.programs import convolutions
-from dpmp.programs.transformations import (
-    has_ragged_products,
-    rewrite,
-    without_ragged_products,
-)
+from dpmp.programs import analysis, primitives
+from dpmp.programs.interpreter import rewrite
+from dpmp.programs.transformations import FAST_CONVOLUTIONS, without_ragged_products
 
 # Arrays of at most this many entries are joined.
 _FEW = 512
@@ -178,7 +175,8 @@ def mappable(fun: Callable[..., PyTree], signature: Signature) -> Callable[..., 
 
         given = [args[i] for i in arrays]
         # The function is traced once more, only to look for such products.
-        if has_ragged_products(jax.make_jaxpr(of_arrays)(*given).jaxpr):
+        jaxpr = jax.make_jaxpr(of_arrays)(*given).jaxpr
+        if analysis.has_primitive(jaxpr, primitives.RAGGED_DOT):
             of_arrays = without_ragged_products(of_arrays)
         return of_arrays(*given)
 
@@ -194,9 +192,10 @@ def stack_engine(
     """
 
     def engine(*args: Any, **kwargs: Any) -> StackedGrads:
-        in_axes = [0 if i in signature.of_examples else None for i in range(len(args))]
+        of_examples = signature.of_examples
+        in_axes = [0 if i in of_examples else None for i in range(len(args))]
         mapped = jax.vmap(functools.partial(fun, **kwargs), in_axes)
-        compute = rewrite(lambda: mapped(*args), convolutions.RULES)
+        compute = rewrite(lambda: mapped(*args), FAST_CONVOLUTIONS)
         stack, (values, aux) = compute_and_store(compute, (args, kwargs))
         return StackedGrads(values, aux, stack)
 

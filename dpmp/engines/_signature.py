@@ -166,7 +166,9 @@ class Signature:
             return fun(*(given | example).values(), **kwargs)
 
         batched = {i: args[i] for i in self.of_examples}
-        example = jax.tree.map(without_example_axis, batched)
+        example = jax.tree.map(
+            lambda x: jax.typeof(x).update(shape=jnp.shape(x)[1:]), batched
+        )
         return of_trees, [args[i] for i in self.of_params], example
 
     def of_one_example(
@@ -205,11 +207,6 @@ class Signature:
 def _leading_sizes(tree: PyTree) -> set[int]:
     """The sizes of the leading axes of all arrays; 0 for a leaf without axes."""
     return {(*getattr(x, "shape", ()), 0)[0] for x in jax.tree.leaves(tree)}
-
-
-def without_example_axis(x: Any) -> Any:
-    """The type of one example's part of a batched array."""
-    return jax.typeof(x).update(shape=jnp.shape(x)[1:])
 
 
 def _as_argnums(name: str, argnums: Any) -> tuple[int, ...]:

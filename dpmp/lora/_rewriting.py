@@ -27,7 +27,7 @@ from dpmp.lora._quantised import (
     shape_of,
 )
 from dpmp.lora._views import CannotFollowError, Target, View, aligned
-from dpmp.programs import bodies, interpreter, primitives
+from dpmp.programs import interpreter, primitives
 from dpmp.programs.interpreter import bind
 from dpmp.programs.source_lines import source_line
 
@@ -99,9 +99,9 @@ def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         branches = map(interpreter.inline, eqn.params["branches"])
         runs = [functools.partial(_apply, _run_to_arrays, x) for x in branches]
         return jax.lax.switch(values[0], runs, *values[1:])
-    if (loop := bodies.as_loop(eqn)) is not None:
+    if (loop := interpreter.as_loop(eqn)) is not None:
         return _scan(eqn, values, loop)
-    if (found := bodies.as_rematerialised(eqn)) is not None:
+    if (found := interpreter.as_rematerialised(eqn)) is not None:
         body, wrap = found
         # It may return a target: `nnx.remat` returns all parameters of its module.
         return wrap(functools.partial(_apply, _run, body))(*values)
@@ -127,7 +127,7 @@ def _apply(run: Callable[..., list[Any]], closed: Any, *values: Any) -> list[Any
     return run(closed, values)
 
 
-def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
+def _scan(eqn: Any, values: list[Any], loop: interpreter.Loop) -> list[Any]:
     # Literals get the dtypes that the program declares for them.
     values = [
         jnp.asarray(x, atom.aval.dtype) if interpreter.is_literal(atom) else x

@@ -23,7 +23,7 @@ from dpmp import _validate
 from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.precision._policy import Policy
-from dpmp.programs import bodies, interpreter, primitives
+from dpmp.programs import interpreter, primitives
 
 _MARK = "_autocast"  # the function itself; those that wrap it have it too
 
@@ -101,7 +101,9 @@ def _run(closed: Any, values: Sequence[Any], dtype: Any) -> list[Any]:
         if name in primitives.FOLLOWING and _is_followed(eqn, values, dtype):
             return interpreter.bind(eqn, _cast(values, eqn.invars, dtype))
         values = _cast(values, eqn.invars, jnp.float32)
-        return bodies.bind_bodies(eqn, values, functools.partial(_run, dtype=dtype))
+        return interpreter.bind_bodies(
+            eqn, values, functools.partial(_run, dtype=dtype)
+        )
 
     results = interpreter.run(closed, values, evaluate)
     return _cast(results, closed.jaxpr.outvars, jnp.float32)

@@ -16,7 +16,7 @@ from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.numerics import at_least_float32
 from dpmp.precision import _rules, _stochastic_rounding
-from dpmp.programs import float8
+from dpmp.programs import rounded_products
 
 _SEED = 0  # of what is rounded in a step, which is public
 
@@ -216,7 +216,8 @@ class Policy:
     def is_emulated(self) -> bool:
         """Whether this device takes rounded products in a wider dtype."""
         can_be_native = self.formats == ("float8",) and self.rounded_share == 1
-        return bool(self.formats) and not (can_be_native and float8.is_native())
+        is_native = can_be_native and rounded_products.is_native()
+        return bool(self.formats) and not is_native
 
     def draw_rounded(self, step: jax.Array, params: PyTree) -> jax.Array | None:
         """Draws which parameters have rounded products in a step; None for all.

@@ -3,20 +3,15 @@
 No other files use the extension modules of jax. Modules import only from rows below
 their own:
 
-    complex_products
-    rounded_products   transformations   losses   cotangents
-    formats   frozen
-    float8   bodies   convolutions
+    rounded_products
+    formats   transformations   frozen   losses
+    analysis
     interpreter   source_lines
     primitives
 """
 
 from dpmp.programs import (
-    bodies,
-    complex_products,
-    convolutions,
-    cotangents,
-    float8,
+    analysis,
     formats,
     frozen,
     interpreter,
@@ -28,11 +23,7 @@ from dpmp.programs import (
 )
 
 __all__ = [
-    "bodies",
-    "complex_products",
-    "convolutions",
-    "cotangents",
-    "float8",
+    "analysis",
     "formats",
     "frozen",
     "interpreter",

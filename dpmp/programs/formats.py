@@ -8,17 +8,19 @@ from the array itself. So in the loss of one example, it depends on that example
 history of largest entries, which would let one example influence all others.
 
 References:
-  Micikevicius et al.: FP8 formats for deep learning, 2022.
+  Micikevicius et al.: FP8 formats for deep learning, 2022, sections 3 and 4.
   Rouhani et al.: Microscaling data formats for deep learning, 2023.
   NVIDIA: Pretraining large language models with NVFP4, 2025.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dpmp.programs import float8
+# The formats "float8" of operands and of cotangents.
+_OPERANDS, _COTANGENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 class Format(NamedTuple):
@@ -39,8 +41,8 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "float8": Format(float8.OPERANDS, float8.COTANGENTS),
-    "mxfp8": Format(float8.OPERANDS, float8.OPERANDS, 32),
+    "float8": Format(_OPERANDS, _COTANGENTS),
+    "mxfp8": Format(_OPERANDS, _OPERANDS, 32),
     "nvfp4": Format(jnp.float4_e2m1fn, jnp.float4_e2m1fn, 16, dithers=True),
     "int8": Format(jnp.int8, jnp.int8, 128, dithers=True),
 }
@@ -100,15 +102,15 @@ def _rounded(x: jax.Array, sizes: jax.Array, dtype: Any, chance: Any) -> jax.Arr
         return jnp.clip(_to_integer(x / unit, chance), -127, 127) * unit
     if dtype == jnp.float4_e2m1fn:
         units = jnp.where(is_usable, sizes / float(jnp.finfo(dtype).max), 0.0)
-        power = float8.exponent_of(jnp.max(units, initial=0.0), float8.OPERANDS)
-        scaled = units * float8.power_of_two(power)
-        units = _to_grid(scaled, jnp.finfo(float8.OPERANDS))
-        units = units * float8.power_of_two(-power)
+        power = exponent_of(jnp.max(units, initial=0.0), _OPERANDS)
+        scaled = units * power_of_two(power)
+        units = _to_grid(scaled, jnp.finfo(_OPERANDS))
+        units = units * power_of_two(-power)
         divisors = jnp.where(units > 0, units, 1.0)
         return _to_grid(x / divisors, jnp.finfo(dtype), chance) * units
-    exponent = float8.exponent_of(sizes, dtype)
-    numbers = _to_grid(x * float8.power_of_two(exponent), jnp.finfo(dtype), chance)
-    return numbers * float8.power_of_two(-exponent)
+    exponent = exponent_of(sizes, dtype)
+    numbers = _to_grid(x * power_of_two(exponent), jnp.finfo(dtype), chance)
+    return numbers * power_of_two(-exponent)
 
 
 def _to_grid(x: jax.Array, format: Any, chance: Any = None) -> jax.Array:
@@ -117,7 +119,7 @@ def _to_grid(x: jax.Array, format: Any, chance: Any = None) -> jax.Array:
     x = jnp.clip(x, -largest, largest)
     if chance is not None:
         _, exponents = jnp.frexp(jnp.maximum(jnp.abs(x), float(format.smallest_normal)))
-        steps = float8.power_of_two(exponents - 1 - format.nmant)
+        steps = power_of_two(exponents - 1 - format.nmant)
         return jnp.clip(_to_integer(x / steps, chance) * steps, -largest, largest)
     normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=format.nmant)
     subnormal = jnp.round(x * (1 / smallest)) * smallest
@@ -143,3 +145,23 @@ def _mixed(x: jax.Array) -> jax.Array:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return x ^ (x >> 16)
+
+
+def exponent_of(largest: jax.Array, dtype: Any) -> jax.Array:
+    """The exponent of the largest power of two that leaves a number in range.
+
+    For an array that is rounded already, it is the one it was rounded with, or a larger
+    one, so that the array stays exact.
+    """
+    # The fractions are compared, since division is not exact on all devices.
+    limit, of_limit = math.frexp(float(jnp.finfo(dtype).max))
+    fraction, of_largest = jnp.frexp(largest)
+    exponent = of_limit - of_largest - (fraction > limit).astype(jnp.int32)
+    # Within these limits, neither the power nor its inverse is subnormal.
+    exponent = jnp.clip(exponent, -100, 100).astype(jnp.int32)
+    return jnp.where((largest > 0) & jnp.isfinite(largest), exponent, 0)
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Computes a power of two exactly on any device, from the bits of a float32."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -1,4 +1,4 @@
-"""Programs with frozen arrays: packed ones, and ones on a mesh.
+"""Arrays that functions close over, frozen ones: packed ones, and ones on a mesh.
 
 A quantised base model has four or eight bits for an entry. Before a program multiplies
 with a matrix, it casts the matrix and multiplies it by scales. Differentiation would
@@ -16,10 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 
 from dpmp import _meshes
-from dpmp.programs import bodies, interpreter, primitives
+from dpmp._typing import PyTree
+from dpmp.programs import analysis, interpreter, primitives
 from dpmp.programs.interpreter import bind, is_literal
 
 # To unpack a matrix takes about a dozen. A value that is used twice counts twice.
@@ -51,13 +54,55 @@ class _Frozen:
     compute: Callable[[tuple[Any, ...]], Any] | None = None
     num_operations: int = 0
 
-    @property
-    def value(self) -> Any:
-        return self.arrays[0] if self.compute is None else self.compute(self.arrays)
+
+def hoist_constants(
+    fun: Callable[..., PyTree],
+    *example_args: Any,
+    check: Callable[[Any], None] = lambda program: None,
+    spec_of: Callable[[Any], jax.P] = _meshes.spec_of,
+    arg_specs: Sequence[jax.P] = (),
+) -> tuple[Callable[..., PyTree], list[Any], list[jax.P | None]]:
+    """Turns the arrays that `fun` closes over into an argument.
+
+    Otherwise they would be part of the program: a frozen model of a few gigabytes would
+    be copied into it, and every change of the model would need a new compilation.
+    Arrays that functions under `jax.jit` close over are found too. Two kinds of arrays
+    stay in the program: those in the rules of a custom derivative, and those in a
+    function under `jax.jit` inside of a loop or a branch.
+
+    `check` is called with the program, a jaxpr, and may raise an exception.
+
+    Returns `hoisted(constants, *args)`, `constants`, and the partition specs of those
+    of which it wants a `_meshes.Part` where devices divide a batch. `spec_of` returns
+    the spec of a constant, and `arg_specs` has those of the first arrays of `args`. Of
+    these, it may want parts too: `constants` may go on with them, or with None. The
+    specs go on in the same way. `hoisted` accepts the shapes and dtypes of the example
+    arguments only.
+    """
+    closed, out_treedef = interpreter.trace(fun, *example_args)
+    check(closed.jaxpr)
+    num_consts = len(closed.consts)
+
+    def hoisted(constants: list[Any], *args: Any) -> PyTree:
+        run, leaves = jax.extend.core.jaxpr_as_fun, jax.tree.leaves(args)
+        constants, parts = constants[:num_consts], constants[num_consts:]
+        given = [x for x in (*constants, *parts) if x is not None]
+        if _needs_care([*closed.consts, *given]):
+            constants, run = _marked(constants), _as_fun
+            leaves[: len(parts)] = map(_trained, parts, leaves)
+        same = jax.extend.core.ClosedJaxpr(closed.jaxpr, constants)
+        return jax.tree.unflatten(out_treedef, run(same)(*leaves))
+
+    # A NumPy array may be changed in place later, and jax would read the new values.
+    consts = [np.array(x) if isinstance(x, np.ndarray) else x for x in closed.consts]
+    specs = [*map(spec_of, consts), *arg_specs]
+    specs = specs_of_parts(closed, specs)
+    of_args = [x if any(x) else None for x in specs[num_consts:]]
+    return hoisted, consts, [*specs[:num_consts], *of_args]
 
 
-def needs_care(constants: Sequence[Any]) -> bool:
-    """Whether a program with such constants should be run by `as_fun`.
+def _needs_care(constants: Sequence[Any]) -> bool:
+    """Whether a program with such constants should be run by `_as_fun`.
 
     If constants are on a mesh, its loops must be traced again, because types in their
     bodies name the axes of the mesh as they were outside of `jax.shard_map`.
@@ -104,9 +149,9 @@ def _not_read_by_layers(jaxpr: Any) -> set[Any]:
     *reads, returned = interpreter.variables_read(jaxpr)
     elsewhere = set(returned)
     for eqn, read in zip(jaxpr.eqns, reads, strict=True):
-        loop = bodies.as_loop(eqn)
-        first = len(eqn.invars) if loop is None else loop.num_consts + loop.num_carry
-        slices = eqn.invars[first:]
+        is_scan = eqn.primitive.name == primitives.SCAN
+        first = sum(interpreter.counts_of_scan(eqn.params)) if is_scan else None
+        slices = [] if first is None else eqn.invars[first:]
         elsewhere.update(x for x in read if not any(x is y for y in slices))
     return elsewhere
 
@@ -115,8 +160,8 @@ def _is_on_mesh(array: Any) -> bool:
     return isinstance(getattr(array, "sharding", None), jax.NamedSharding)
 
 
-def marked(constants: Sequence[Any]) -> list[Any]:
-    """Marks the constants of a closed jaxpr as frozen, for `as_fun`."""
+def _marked(constants: Sequence[Any]) -> list[Any]:
+    """Marks the constants of a closed jaxpr as frozen, for `_as_fun`."""
     return [
         _Frozen((x,), True, _whole, num_operations=1)
         if isinstance(x, _meshes.Part)
@@ -125,8 +170,8 @@ def marked(constants: Sequence[Any]) -> list[Any]:
     ]
 
 
-def trained(part: Any, param: Any) -> Any:
-    """A parameter for `as_fun`, which reads a part instead if there is one."""
+def _trained(part: Any, param: Any) -> Any:
+    """A parameter for `_as_fun`, which reads a part instead if there is one."""
     if not isinstance(part, _meshes.Part):
         return param
     # The compiler would gather a parameter for a loop that does not read it.
@@ -168,21 +213,22 @@ def args_read(closed: Any) -> set[int]:
 
 def reads_instead(eqn: Any) -> bool:
     """Whether an equation is a call of `read_instead`."""
-    is_custom = eqn.primitive.name == primitives.CUSTOM_VJP
-    return is_custom and interpreter.name(eqn) == _READ_INSTEAD
+    return interpreter.name(eqn) == _READ_INSTEAD
 
 
 def _is_packed(array: Any) -> bool:
     return array.dtype.itemsize == 1 and array.dtype != bool  # which is a mask
 
 
-def as_fun(closed: Any) -> Callable[..., list[Any]]:
+def _as_fun(closed: Any) -> Callable[..., list[Any]]:
     """The function of a closed jaxpr with frozen constants, to be differentiated."""
     return lambda *args: [_value(x) for x in interpreter.run(closed, args, _evaluate)]
 
 
 def _value(x: Any) -> Any:
-    return x.value if isinstance(x, _Frozen) else x
+    if not isinstance(x, _Frozen):
+        return x
+    return x.arrays[0] if x.compute is None else x.compute(x.arrays)
 
 
 def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
@@ -194,7 +240,7 @@ def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
         mesh = _mesh_of(eqn)
         if eqn.primitive.name == primitives.CUSTOM_JVP and not mesh.empty:
             return list(_custom_jvp(eqn, mesh)(*given))
-        if (branches := bodies.as_branches(eqn)) is None:
+        if (branches := interpreter.as_branches(eqn)) is None:
             return bind(eqn, given, **_without_meshes(eqn))
         # Outside of the branches, parts are gathered on all devices together.
         pairs = zip(given, values, strict=True)
@@ -202,16 +248,19 @@ def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
             _Frozen((x,), is_packed=False) if isinstance(old, _Frozen) else x
             for x, old in pairs
         )
-        return jax.lax.switch(_value(index), [*map(as_fun, branches)], *args)
+        return jax.lax.switch(_value(index), [*map(_as_fun, branches)], *args)
 
     frozen = [x for x in operands.values() if isinstance(x, _Frozen)]
     if len(frozen) == len(operands):
         return _of_frozen(eqn, operands, evaluated)
-    if frozen and (loop := bodies.as_loop(eqn)) is not None:
-        return _scan(eqn, values, loop)
-    if frozen and (found := bodies.as_rematerialised(eqn)) is not None:
+    if frozen and (loop := interpreter.as_loop(eqn)) is not None:
+        end = loop.num_consts + loop.num_carry
+        values[loop.num_consts : end] = map(_value, values[loop.num_consts : end])
+        values[end:] = map(_to_be_sliced, values[end:])
+        return interpreter.run_loop(loop, values, lambda x, args: _as_fun(x)(*args))
+    if frozen and (found := interpreter.as_rematerialised(eqn)) is not None:
         body, wrap = found
-        return wrap(as_fun(body))(*values)
+        return wrap(_as_fun(body))(*values)
     if any(x.compute for x in frozen):
         return jax.checkpoint(evaluated)(operands)
     return evaluated(operands)
@@ -245,7 +294,7 @@ def _custom_jvp(eqn: Any, mesh: Any) -> Callable[..., tuple[Any, ...]]:
 
     @jax.custom_jvp
     def fun(*args: Any) -> tuple[Any, ...]:
-        return tuple(as_fun(eqn.params["call_jaxpr"])(*args))
+        return tuple(_as_fun(eqn.params["call_jaxpr"])(*args))
 
     @fun.defjvp
     def rule(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
@@ -259,7 +308,7 @@ def _custom_jvp(eqn: Any, mesh: Any) -> Callable[..., tuple[Any, ...]]:
         with jax.sharding.use_abstract_mesh(mesh):
             made = jax.make_jaxpr(both, return_shape=True)(types, of_tangents)
         closed, shapes = made
-        results = as_fun(closed)(*args, *tangents)
+        results = _as_fun(closed)(*args, *tangents)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return fun
@@ -270,7 +319,7 @@ def _of_frozen(
 ) -> list[Any]:
     """Leaves cheap operations on packed arrays for later, and evaluates the others."""
     is_cheap = eqn.primitive.name not in primitives.ALL_PRODUCTS
-    is_cheap = is_cheap and not bodies.has_body(eqn)
+    is_cheap = is_cheap and not analysis.has_body(eqn)
     num_operations = 1 + sum(x.num_operations for x in operands.values())
     is_cheap = is_cheap and num_operations <= _MOST_OPERATIONS
     if not (is_cheap and any(x.is_packed for x in operands.values())):
@@ -286,30 +335,11 @@ def _of_frozen(
     ]
 
 
-def _scan(eqn: Any, values: list[Any], loop: bodies.Loop) -> list[Any]:
-    """A loop that takes slices of packed arrays, which its body unpacks."""
-    values = [
-        x if isinstance(x, _Frozen | jax.Array) else jnp.asarray(x, atom.aval.dtype)
-        for x, atom in zip(values, eqn.invars, strict=True)
-    ]
-    end = loop.num_consts + loop.num_carry
-    consts, xs = values[: loop.num_consts], values[end:]
-
-    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        outputs = as_fun(loop.body)(*consts, *carry, *xs)
-        return outputs[: loop.num_carry], outputs[loop.num_carry :]
-
-    carry = [_value(x) for x in values[loop.num_consts : end]]
-    xs = [_to_be_sliced(x) for x in xs]
-    carry, ys = jax.lax.scan(body, carry, xs, **loop.options)
-    return [*carry, *ys]
-
-
 def _to_be_sliced(x: Any) -> Any:
     """A value of which a loop takes slices: those of a part are gathered one by one."""
     if not (isinstance(x, _Frozen) and x.compute):
         return x
     if x.compute is not _whole or x.arrays[0].axis == 0:
-        return x.value
+        return _value(x)
     part, *param = x.arrays
     return dataclasses.replace(x, arrays=(part.to_be_sliced(), *param))

@@ -25,7 +25,7 @@ import numpy as np
 from dpmp import _validate
 from dpmp._typing import PyTree
 from dpmp._warnings import warn
-from dpmp.programs import bodies, interpreter, primitives
+from dpmp.programs import analysis, interpreter, primitives
 
 _RECIPES = "Recipes for Flax, Equinox, Haiku and Keras are in docs/recipes.md."
 
@@ -163,7 +163,7 @@ def check_program(
             reads_params=False,
         )
     pairs = zip(params, jaxpr.invars[: len(params)], strict=True)
-    reached = all_read if jaxpr.effects else _reached_by_gradients(jaxpr)
+    reached = all_read if jaxpr.effects else analysis.reached(jaxpr)
     if others := [path for path, variable in pairs if variable not in reached]:
         warn(
             f"no gradient of loss_fn reaches {len(others)} of {len(params)} arrays of "
@@ -172,7 +172,7 @@ def check_program(
             "BatchNorm. Noise alone would train them. Leave them out of params; the "
             "loss may close over them."
         )
-    eqns = bodies.equations(jaxpr)
+    eqns = analysis.equations(jaxpr)
     names = {eqn.primitive.name for eqn in eqns}
     if not names.isdisjoint(primitives.LOOPS_AND_CHECKPOINTS) and any(
         x.aval.sharding.mesh.explicit_axes for x in jaxpr.constvars
@@ -236,17 +236,6 @@ def check_program(
         )
 
 
-def _reached_by_gradients(jaxpr: Any) -> set[Any]:
-    """The variables on which a result depends by floats, outside of bodies."""
-    reached = {x for x in jaxpr.outvars if not interpreter.is_literal(x)}
-    for eqn in reversed(jaxpr.eqns):
-        stops = eqn.primitive.name == primitives.STOP_GRADIENT
-        if not stops and not reached.isdisjoint(eqn.outvars):
-            floats = [x for x in eqn.invars if jnp.issubdtype(x.aval.dtype, np.inexact)]
-            reached.update(x for x in floats if not interpreter.is_literal(x))
-    return reached
-
-
 def calls_host(jaxpr: Any) -> bool:
     """Whether the host sees what a jaxpr computes, beside its results.
 
@@ -255,7 +244,7 @@ def calls_host(jaxpr: Any) -> bool:
     """
     if jaxpr.effects:
         return True
-    names = {eqn.primitive.name for eqn in bodies.equations(jaxpr)}
+    names = {eqn.primitive.name for eqn in analysis.equations(jaxpr)}
     return primitives.CHECK in names or any(
         part in name for name in names for part in primitives.ON_HOST
     )

@@ -2,12 +2,14 @@
 
 The operands of a product are rounded to a format, and so is the cotangent of its
 result. The product is then taken in the dtype of the operands, which emulates the
-format, or in 8 bits. Which format a product has depends on the parameter that it
-multiplies by: the walk follows parameters through casts, transpositions, reshapes and
-slices.
+format, or in 8 bits on devices that can. The result is the same. Which format a product
+has depends on the parameter that it multiplies by: the walk follows parameters through
+casts, transpositions, reshapes and slices.
 """
 
 import functools
+import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,7 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from dpmp._typing import PyTree
-from dpmp.programs import bodies, float8, formats, interpreter, primitives
+from dpmp.programs import analysis, formats, interpreter, primitives
+
+# The name of a product in 8 bits in programs, by which book-keeping finds it.
+PRODUCT_NAME = "dpmp.float8_product"
+
+_FLOAT8 = formats.FORMATS["float8"]
 
 # For each value, the number of the parameter that it is a view of, or None.
 Origins: TypeAlias = Sequence[int | None]
@@ -55,7 +62,7 @@ def with_rounded_products(
       widest: a product with an operand of a wider dtype stays as it is, and so does one
         of float64.
       native: whether the device computes dot products with 8-bit numbers; None asks
-        `float8.is_native`. Only the format "float8" is ever taken in 8 bits.
+        `is_native`. Only the format "float8" is ever taken in 8 bits.
     """
     largest_size = min(jnp.dtype(widest).itemsize, 4)
 
@@ -77,7 +84,7 @@ def with_rounded_products(
                 if choice is not None:
                     return _product(eqn, choice, values, native)
             inner = {
-                id(x.jaxpr): origins_of(x.invars) for x in bodies.sub_programs(eqn)
+                id(x.jaxpr): origins_of(x.invars) for x in analysis.sub_programs(eqn)
             }
 
             def run_body(body: Any, values: Sequence[Any]) -> list[Any]:
@@ -86,7 +93,7 @@ def with_rounded_products(
                 only = next(iter(inner.values())) if len(inner) == 1 else unknown
                 return run(inner.get(id(body.jaxpr), only), body, values)
 
-            return bodies.bind_bodies(eqn, values, run_body)
+            return interpreter.bind_bodies(eqn, values, run_body)
 
         return interpreter.run(closed, values, evaluate)
 
@@ -120,8 +127,8 @@ def _product(
     ]
     is_dot = eqn.primitive.name == primitives.DOT_GENERAL
     can_be_native = is_dot and choice.format == "float8" and choice.is_rounded is None
-    if can_be_native and (float8.is_native() if native is None else native):
-        result = float8.dot_general(eqn, *operands)
+    if can_be_native and (is_native() if native is None else native):
+        result = _dot_general(eqn, *operands)
     else:
         (result,) = interpreter.bind(eqn, operands)
     rounded = _with_rounded_cotangent(
@@ -161,7 +168,7 @@ def _with_rounded_cotangent(
     return x
 
 
-def _backward(
+def _round_cotangent(
     format: str, axis: int, is_rounded: Any, ct: jax.Array
 ) -> tuple[Any, jax.Array]:
     form = formats.FORMATS[format]
@@ -174,11 +181,119 @@ def _backward(
     return no_gradient, _if(is_rounded, rounded, ct)
 
 
+_with_rounded_cotangent.defvjp(
+    lambda _, __, is_rounded, x: (x, is_rounded), _round_cotangent
+)
+
+
+def is_native() -> bool:
+    """Whether the default device multiplies 8-bit numbers.
+
+    NVIDIA GPUs do, from compute capability 8.9 on. False stands for all other devices:
+    they have other 8-bit formats, or it is not known whether they do.
+    """
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = chosen or jax.devices()[0]
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", capability):
+        return False
+    major, minor = capability.split(".")
+    return (int(major), int(minor)) >= (8, 9)
+
+
+def _dot_general(eqn: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Computes a dot product from 8-bit products that are summed in float32.
+
+    The operands are rounded. The caller must round the cotangent of the result too,
+    since the products of the gradient are also taken in 8 bits. XLA widens the operands
+    on devices that cannot multiply 8-bit numbers. Infinity becomes NaN, since
+    float8_e4m3fn has no infinity.
+    """
+    contracted, batch = eqn.params["dimension_numbers"]
+    result = eqn.outvars[0].aval
+    dtypes = jnp.dtype(result.dtype), x.dtype, y.dtype
+    left, right = map(_ordered, (x, y), batch, contracted)
+    return _product_in_8_bits(dtypes, left, right).reshape(result.shape)
+
+
+def dimension_numbers(ndim: int) -> Any:
+    """The dimension numbers of the product that programs call `PRODUCT_NAME`.
+
+    The last axes are contracted. The first of three axes is a batch axis.
+    """
+    batch = tuple(range(ndim - 2))
+    return ((ndim - 1,), (ndim - 1,)), (batch, batch)
+
+
+def _ordered(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> Any:
+    """Joins axes to a batch axis (if any), a free axis and a contracted axis."""
+    free = [i for i in range(x.ndim) if i not in (*batch, *contracted)]
+    parts = [axes for axes in (batch, free, contracted) if axes is not batch or axes]
+    shape = [math.prod(x.shape[i] for i in axes) for axes in parts]
+    return x.transpose(*batch, *free, *contracted).reshape(shape)
+
+
+class _Float8(NamedTuple):
+    """Numbers of 8 bits, and the exponent of the power that they were multiplied by."""
+
+    numbers: jax.Array
+    exponent: jax.Array
+
+
+def _to_float8(x: jax.Array, dtype: Any) -> _Float8:
+    """Converts to 8 bits; this is exact for rounded arrays."""
+    wide = x.astype(jnp.float32)
+    exponent = formats.exponent_of(jnp.max(jnp.abs(wide), initial=0.0), dtype)
+    largest = float(jnp.finfo(dtype).max)
+    # A rounded array in float16 may have been rounded up once more.
+    scaled = jnp.clip(wide * formats.power_of_two(exponent), -largest, largest)
+    # Devices convert infinity and NaN in different ways.
+    numbers = jnp.where(jnp.isfinite(wide), scaled, jnp.nan).astype(dtype)
+    return _Float8(numbers, exponent)
+
+
+def _contract(x: _Float8, y: _Float8, dtype: Any) -> jax.Array:
+    total = jax.lax.dot_general(
+        x.numbers,
+        y.numbers,
+        dimension_numbers(x.numbers.ndim),
+        # By default, GPUs keep fewer bits than float32 in sums of such products.
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    # The smaller power comes first, so that no intermediate result is out of range.
+    exponents = -x.exponent, -y.exponent
+    total *= formats.power_of_two(jnp.minimum(*exponents))
+    total *= formats.power_of_two(jnp.maximum(*exponents))
+    return total.astype(dtype)
+
+
 def _forward(
-    format: str, axis: int, is_rounded: Any, x: jax.Array
+    dtypes: tuple[Any, Any, Any], x: jax.Array, y: jax.Array
 ) -> tuple[jax.Array, Any]:
-    del format, axis
-    return x, is_rounded
+    left, right = (_to_float8(a, _FLOAT8.operands) for a in (x, y))
+    return _contract(left, right, dtypes[0]), (left, right)
 
 
-_with_rounded_cotangent.defvjp(_forward, _backward)
+def _backward(
+    dtypes: tuple[Any, Any, Any], operands: tuple[_Float8, _Float8], ct: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    cotangent = _to_float8(ct, _FLOAT8.cotangents)
+    turned, left, right = (
+        x._replace(numbers=jnp.swapaxes(x.numbers, -1, -2))
+        for x in (cotangent, *operands)
+    )
+    _, left_dtype, right_dtype = dtypes
+    return _contract(cotangent, right, left_dtype), _contract(turned, left, right_dtype)
+
+
+def _undifferentiated(dtypes: tuple[Any, Any, Any], *xs: jax.Array) -> jax.Array:
+    return _forward(dtypes, *xs)[0]
+
+
+# A program shows a `jax.custom_vjp` under the name of its function.
+_undifferentiated.__name__ = PRODUCT_NAME
+_product_in_8_bits = jax.custom_vjp(_undifferentiated, nondiff_argnums=(0,))
+_product_in_8_bits.defvjp(_forward, _backward)

@@ -7,7 +7,7 @@ import numpy as np
 
 from dpmp import _meshes
 from dpmp._typing import PyTree
-from dpmp.programs import bodies, interpreter, losses
+from dpmp.programs import analysis, interpreter, losses
 from dpmp.sources import Load
 from dpmp.training._state import TrainingState
 from dpmp.training._step import Step
@@ -48,5 +48,5 @@ def _share_of_products(step: Step, state: TrainingState, batch: PyTree) -> str:
     args = jax.eval_shape(example_args, *_meshes.shapes((state.params, batch)))
     keys = (jax.random.key(0),) if step.uses_prng_key else ()
     jaxpr, _ = interpreter.trace(step.loss_fn, *args, *keys)
-    narrow = losses.are_narrow(bodies.equations(jaxpr.jaxpr))
+    narrow = losses.are_narrow(analysis.equations(jaxpr.jaxpr))
     return "" if all(narrow) else f" ({sum(narrow)} of {len(narrow)} products)"

@@ -14,7 +14,7 @@ from dpmp import _meshes, _validate
 from dpmp._arrays import as_device_dtypes, as_mask, is_narrow, without_debugging
 from dpmp._meshes import colocated, placement, places
 from dpmp._typing import PyTree
-from dpmp.programs import bodies, losses
+from dpmp.programs import analysis, losses
 from dpmp.training._agreement import check_same_arrays, check_same_program
 from dpmp.training._state import TrainingState
 from dpmp.training._step import KEYS, Step
@@ -156,7 +156,7 @@ class Programs:
         calls_host = losses.calls_host(traced.jaxpr.jaxpr)
         lowered = traced.lower()
         check_same_program(lowered)
-        check_same_arrays((state, constants, bodies.arrays_in(traced.jaxpr.jaxpr)))
+        check_same_arrays((state, constants, analysis.arrays_in(traced.jaxpr.jaxpr)))
         compiled = lowered.compile()
         # The function finds the same program without another compilation.
         run = step if any(map(is_narrow, constants)) else compiled

@@ -23,7 +23,7 @@ from dpmp.loss_scaling import DynamicScale, LossScale, ScaledLoss
 from dpmp.mechanism import DPSGD, Released
 from dpmp.noise_addition import NoiseState, first_past
 from dpmp.precision import Policy
-from dpmp.programs import frozen, losses, transformations
+from dpmp.programs import frozen, losses
 from dpmp.strategies import BandedInverse
 from dpmp.training._checks import check_same_types
 from dpmp.training._state import TrainingState
@@ -124,7 +124,7 @@ class Step:
         is_lean = self.mechanism.method == "book_keeping"
         arg_specs = [x if is_lean else jax.P() for x in jax.tree.leaves(of_params)]
         hoist = functools.partial(
-            transformations.hoist_constants,
+            frozen.hoist_constants,
             loss_fn,
             *args,
             *keys,

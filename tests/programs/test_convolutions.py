@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dpmp
-from dpmp.programs.convolutions import RULES
-from dpmp.programs.transformations import rewrite
+from dpmp.programs.interpreter import rewrite
+from dpmp.programs.transformations import FAST_CONVOLUTIONS
 
 # The layouts of the input and the kernel, their shapes, and options.
 _CONVOLUTIONS = {
@@ -65,7 +65,7 @@ def test_convolutions_and_their_gradients_are_what_they_were(name, dtype):
 
     pairs = zip(
         jax.tree.leaves(jax.jit(both)(x, w)),
-        jax.tree.leaves(jax.jit(rewrite(both, RULES))(x, w)),
+        jax.tree.leaves(jax.jit(rewrite(both, FAST_CONVOLUTIONS))(x, w)),
         strict=True,
     )
     for expected, actual in pairs:  # small integers: hardly anything is rounded
@@ -85,7 +85,7 @@ def test_small_products_in_groups_stay_what_they_are():
     def fun(x, w):
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=4)
 
-    assert _layouts(rewrite(fun, RULES), x, w) == _layouts(fun, x, w)
+    assert _layouts(rewrite(fun, FAST_CONVOLUTIONS), x, w) == _layouts(fun, x, w)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dpmp.programs import bodies, cotangents, interpreter
+from dpmp.programs import analysis, interpreter
 
 X = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -22,13 +22,13 @@ X = jax.ShapeDtypeStruct((3,), jnp.float32)
 )
 def test_cotangents_reach_what_is_differentiated(fun, expected):
     closed, _ = interpreter.trace(fun, X, X)
-    reached = cotangents.reached(closed.jaxpr)
+    reached = analysis.reached(closed.jaxpr)
     assert [v in reached for v in closed.jaxpr.invars] == expected
 
 
 def test_an_output_that_nobody_reads_sends_no_cotangents():
     closed, _ = interpreter.trace(lambda a, b: (jnp.sin(a), jnp.cos(b)), X, X)
-    reached = cotangents.reached(closed.jaxpr, unread=[1])
+    reached = analysis.reached(closed.jaxpr, unread=[1])
     assert [v in reached for v in closed.jaxpr.invars] == [True, False]
 
 
@@ -40,6 +40,6 @@ def test_what_a_later_iteration_reads_is_read():
     closed, _ = interpreter.trace(
         lambda *carry: jax.lax.scan(body, carry, length=3), *[X] * 4
     )
-    loop = bodies.as_loop(closed.jaxpr.eqns[0])
+    loop = interpreter.as_loop(closed.jaxpr.eqns[0])
     # Of the five outputs, only the first is read outside.
-    assert cotangents.unread_in_loop(loop, [1, 2, 3, 4]) == {3, 4}
+    assert analysis.unread_in_loop(loop, [1, 2, 3, 4]) == {3, 4}

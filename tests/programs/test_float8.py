@@ -10,10 +10,14 @@ from programs import equations
 from small_runs import new_trainer
 
 from dpmp import Policy
-from dpmp.programs import float8
-from dpmp.programs.float8 import _to_float8, is_native
+from dpmp.programs import rounded_products
 from dpmp.programs.formats import round_to
-from dpmp.programs.rounded_products import Choice, with_rounded_products
+from dpmp.programs.rounded_products import (
+    Choice,
+    _to_float8,
+    is_native,
+    with_rounded_products,
+)
 
 FORMATS = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 
@@ -221,7 +225,7 @@ def test_products_of_wider_operands_are_left_alone():
 @pytest.mark.slow
 @both_ways
 def test_the_preset_trains_and_says_if_it_is_emulated(monkeypatch, recwarn, native):
-    monkeypatch.setattr(float8, "is_native", lambda: native)
+    monkeypatch.setattr(rounded_products, "is_native", lambda: native)
     trainer = new_trainer(
         loss_fn=lambda w, x: jnp.mean((x @ w) ** 2).astype(jnp.float32),
         policy="float8",

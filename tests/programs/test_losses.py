@@ -10,8 +10,8 @@ import pytest
 from jax.experimental import io_callback
 
 import dpmp
+from dpmp.programs.frozen import hoist_constants
 from dpmp.programs.losses import calls_host, check_program
-from dpmp.programs.transformations import hoist_constants
 
 
 def check(loss_fn, *, policy="float32", uses_prng_key=False, float32_paths=()):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpmp.programs import bodies, frozen, interpreter, transformations
-from dpmp.programs.transformations import hoist_constants
+from dpmp.programs import analysis, frozen, interpreter
+from dpmp.programs.frozen import hoist_constants
 
 FROZEN = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
 ARGS = (np.float32([1.0, -2.0, 0.5]), {"x": np.float32([[0.3, 0.1, -0.2]])})
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_told_by_its_body_and_wrapped_again(policy, prevent_cse)
     args = np.eye(3, dtype=np.float32), X
     checkpoint = jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)
     (eqn,) = interpreter.trace(checkpoint, *args)[0].jaxpr.eqns
-    body, wrap = bodies.as_rematerialised(eqn)
+    body, wrap = interpreter.as_rematerialised(eqn)
     assert "dot_general" in names_of(body)  # written out
 
     def again(*xs):
@@ -238,8 +238,8 @@ DOUBLE_SINES = {"sin": lambda eqn, values: [doubled_sine(*values)]}
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equations_are_replaced_wherever_they_are_and_only_if_asked(name):
     program, expected = PROGRAMS[name](sine), PROGRAMS[name](doubled_sine)
-    rewritten = transformations.rewrite(program, DOUBLE_SINES)
-    same = transformations.rewrite(program, {"sin": lambda eqn, values: None})
+    rewritten = interpreter.rewrite(program, DOUBLE_SINES)
+    same = interpreter.rewrite(program, {"sin": lambda eqn, values: None})
     found = jax.jit(lambda x: [f(x) for f in (rewritten, expected, same, program)])(X)
     assert_close(found[0], found[1])
     assert_close(found[2], found[3])
@@ -255,7 +255,7 @@ def test_a_body_is_replaced_too_if_what_replaces_it_has_arrays_of_its_own():
     def fun(x):
         return jax.lax.fori_loop(0, 2, lambda _, x: jnp.sin(x), x), jnp.sin(x)
 
-    in_loop, outside = jax.jit(transformations.rewrite(fun, rules))(X)
+    in_loop, outside = jax.jit(interpreter.rewrite(fun, rules))(X)
     np.testing.assert_allclose(in_loop, X * large * large, rtol=1e-6)
     np.testing.assert_allclose(outside, X * large, rtol=1e-6)
 
@@ -279,7 +279,7 @@ def test_a_loop_stacks_once_what_it_gives_twice(transform, reverse):
     args = np.stack([X, X + 1]) if transform is jax.vmap else X
     program = transform(stacks_twice(sine, reverse=reverse))
     expected = transform(stacks_twice(doubled_sine, reverse=reverse))
-    rewritten = transformations.rewrite(program, DOUBLE_SINES)
+    rewritten = interpreter.rewrite(program, DOUBLE_SINES)
     assert_close(*jax.jit(lambda x: (rewritten(x), expected(x)))(args))
     # The outputs of a mapped program are transposed once, too.
     before, after = (
@@ -294,7 +294,7 @@ def test_branches_for_platforms_stay_what_they_are():
         return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
 
     closed, _ = interpreter.trace(fun, 1.0)
-    assert bodies.as_branches(closed.jaxpr.eqns[-1]) is None
+    assert interpreter.as_branches(closed.jaxpr.eqns[-1]) is None
 
 
 def test_what_is_computed_from_a_packed_table_is_not_repeated_for_ever():
@@ -307,9 +307,9 @@ def test_what_is_computed_from_a_packed_table_is_not_repeated_for_ever():
         return jnp.sum(x @ codes)
 
     x = jnp.arange(3.0)
-    hoisted, constants, _ = transformations.hoist_constants(fun, x)
+    hoisted, constants, _ = frozen.hoist_constants(fun, x)
     program = jax.make_jaxpr(jax.grad(hoisted, 1))(constants, x)
-    assert len(bodies.equations(program.jaxpr)) < 500
+    assert len(analysis.equations(program.jaxpr)) < 500
     np.testing.assert_allclose(jax.jit(hoisted)(constants, x), fun(x), rtol=1e-5)
 
 

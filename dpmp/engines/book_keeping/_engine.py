@@ -33,8 +33,7 @@ from dpmp.numerics import (
     norm_bound_for_clipping,
 )
 from dpmp.programs import (
-    bodies,
-    complex_products,
+    analysis,
     frozen,
     interpreter,
     primitives,
@@ -86,19 +85,19 @@ def analyse(
 
     `params` and `example` may hold arrays or shapes. With `is_bounded`, the errors of
     all norms must be known. So parameters that are used through arithmetic get an
-    identity tap (see `_rules`).
+    identity tap (see `_steps`).
     """
     closed, treedef = interpreter.trace(fun, params, example)
-    if bodies.has_primitive(closed.jaxpr, primitives.REFERENCE):
+    if analysis.has_primitive(closed.jaxpr, primitives.REFERENCE):
         _validate.fail(
             "a loss for book-keeping must not use jax.new_ref. Use "
             'method="per_example".'
         )
-    if transformations.has_ragged_products(closed.jaxpr):
+    if analysis.has_primitive(closed.jaxpr, primitives.RAGGED_DOT):
         fun = transformations.without_ragged_products(fun)
         closed, treedef = interpreter.trace(fun, params, example)
-    if complex_products.has_complex_products(closed.jaxpr):
-        fun = complex_products.without_complex_products(fun)
+    if transformations.has_complex_products(closed.jaxpr):
+        fun = transformations.without_complex_products(fun)
         closed, treedef = interpreter.trace(fun, params, example)
     avals, num_params = closed.in_avals, len(jax.tree.leaves(params))
     shapes = [aval.shape for aval in avals[:num_params]]
@@ -149,7 +148,8 @@ class Engine:
         compute = _linalg.adapted(
             jax.vmap(functools.partial(_one_example, program), in_axes=(None, 0))
         )
-        inputs = jax.tree.leaves(params), jax.tree.leaves(self._examples(args))
+        examples = {i: args[i] for i in self.signature.of_examples}
+        inputs = jax.tree.leaves(params), jax.tree.leaves(examples)
         inputs_read = [inputs[0][i] for i in program.params_read], inputs[1]
 
         def compute_and_cache() -> tuple[Any, PyTree, list[Cached]]:
@@ -168,9 +168,6 @@ class Engine:
         """Analyses the loss of one example, from the shapes of a batch."""
         of_one_example = self.signature.for_one_example(self.fun, args, kwargs)
         return analyse(*of_one_example, is_bounded=self.is_bounded)
-
-    def _examples(self, args: Sequence[Any]) -> dict[int, Any]:
-        return {i: args[i] for i in self.signature.of_examples}
 
 
 def make_engine(

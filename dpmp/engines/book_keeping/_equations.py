@@ -7,7 +7,7 @@ import jax
 
 from dpmp.engines.book_keeping._linalg import is_float, widen
 from dpmp.numerics import at_least_float32
-from dpmp.programs import bodies, interpreter, primitives
+from dpmp.programs import analysis, interpreter, primitives
 
 
 def goes_back_exactly(eqn: Any) -> bool:
@@ -22,7 +22,7 @@ def goes_back_exactly(eqn: Any) -> bool:
     if name.startswith(primitives.SCATTER):
         return all(x.itemsize >= 4 for x in dtypes if is_float(x))
     # A while loop sends no gradients back.
-    is_linear = not bodies.has_body(eqn) and name != primitives.REDUCE_PRECISION
+    is_linear = not analysis.has_body(eqn) and name != primitives.REDUCE_PRECISION
     return is_linear or name == primitives.WHILE or returns_cotangent(eqn)
 
 
@@ -50,7 +50,7 @@ def bind_in_float32(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     if eqn.primitive.name in primitives.CUSTOM:  # it `returns_cotangent`
         (x,), (result,) = values, bind_as_written(eqn, values)
         return [jax.lax.stop_gradient(widen(result)) + (x - jax.lax.stop_gradient(x))]
-    as_written = bodies.has_body(eqn) or eqn.primitive.name == primitives.BITCAST
+    as_written = analysis.has_body(eqn) or eqn.primitive.name == primitives.BITCAST
     return (bind_as_written if as_written else bind_widened)(eqn, values)
 
 

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from dpmp.numerics import at_least_float32
-from dpmp.programs import convolutions, interpreter, primitives, transformations
+from dpmp.programs import interpreter, primitives
+from dpmp.programs.transformations import FAST_CONVOLUTIONS
 
 
 def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,8 +33,8 @@ def adapted(fun: Callable[..., Any]) -> Callable[..., Any]:
     On CPUs only, bfloat16 products are computed in float32 and rounded. Batch axes of
     size one are left out on all devices.
     """
-    rules = {primitives.DOT_GENERAL: _fast_product, **convolutions.RULES}
-    return transformations.rewrite(fun, rules)
+    rules = {primitives.DOT_GENERAL: _fast_product, **FAST_CONVOLUTIONS}
+    return interpreter.rewrite(fun, rules)
 
 
 def _fast_product(eqn: Any, values: list[Any]) -> list[Any] | None:

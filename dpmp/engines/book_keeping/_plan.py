@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpmp.engines.book_keeping import _equations, _rules, _steps, _uses, _views
+from dpmp.engines.book_keeping import _equations, _steps, _uses, _views
 from dpmp.engines.book_keeping._steps import Step
 from dpmp.engines.book_keeping._uses import Use
 from dpmp.engines.book_keeping._views import View
-from dpmp.programs import bodies, cotangents, frozen, interpreter, primitives
+from dpmp.programs import analysis, frozen, interpreter, primitives
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,20 @@ def make_plan(
         outside as well. It gets no tap here, but where the program outside uses it.
     """
     steps: dict[int, Step] = {}
-    reached = cotangents.reached(closed.jaxpr, unread)
+    reached = analysis.reached(closed.jaxpr, unread)
 
     def evaluate(eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive.name in primitives.IDENTITIES:
             return operands
-        if frozen.reads_instead(eqn) and _as_view(operands[1]) is not None:
-            steps[id(eqn)] = _steps.first_operand_step()
+        is_custom = eqn.primitive.name in primitives.CUSTOM
+        if is_custom and frozen.reads_instead(eqn) and _as_view(operands[1]):
+            steps[id(eqn)] = Step([], lambda values, *_: (values[:1], []))
             return operands[1:]
         views = list(map(_as_view, operands))
         known = [view for view in views if view is not None]
         if len(known) == len(views):
             as_of_data = [*views[:1], None]
-            if _views.repeats_rows(eqn, known) and _rules.outer_use(eqn, as_of_data):
+            if _views.repeats_rows(eqn, known) and _steps.outer_step(eqn, as_of_data):
                 views = as_of_data
             elif not _has_to_be_tapped(eqn, known):
                 return _views.apply(eqn, known)
@@ -111,11 +112,10 @@ def execute(
     dummies: list[jax.Array],
     materialized: list[bool],
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the outputs of a program, and for each use the cached value or None.
+    """Runs a program as planned: it is the `Handler` of all its uses.
 
-    `materialized` tells for each use whether the backward pass materializes its
-    gradient. The dummies are float arrays with the shapes and dtypes of the cotangents
-    of the uses. Differentiation gives each dummy the cotangent, or the gradient.
+    The dummies are float arrays with the shapes and dtypes of the cotangents of the
+    uses. Differentiation gives each dummy the cotangent, or the gradient.
     """
     activations: list[Any] = []
 
@@ -148,23 +148,21 @@ def _meet(
 ) -> tuple[list[Any], Step | None]:
     """Returns the outputs of an equation on data and views, and the decision for it."""
     outputs: list[Any] = [_DATA] * len(eqn.outvars)
-    if not _steps.tappable(views):
+    identity = _steps.identity_step(views, functools.partial(interpreter.bind, eqn))
+    if not identity.uses:
         return outputs, None
-    bind = functools.partial(interpreter.bind, eqn)
-    with_identity_taps = functools.partial(_steps.identity_step, views, bind)
     if any(_is_complex(v) for v in (*eqn.invars, *eqn.outvars)):
-        return outputs, with_identity_taps()
-    if (loop := bodies.as_loop(eqn)) is not None and loop.options["length"] > 0:
+        return outputs, identity
+    if (loop := interpreter.as_loop(eqn)) is not None and loop.options["length"] > 0:
         return _loop_step(loop, views, unread)
-    if (remat := bodies.as_rematerialised(eqn)) is not None:
+    if (remat := interpreter.as_rematerialised(eqn)) is not None:
         return _call_step(*remat, views, unread)
-    if (branches := bodies.as_branches(eqn)) is not None:
-        step = _branches_step(branches, views, unread)
-        return outputs, with_identity_taps() if step is None else step
-    if (found := _rules.outer_use(eqn, views)) is not None:
-        return outputs, _steps.outer_step(eqn, *found)
-    if bodies.has_body(eqn):
-        return outputs, with_identity_taps()
+    if (branches := interpreter.as_branches(eqn)) is not None:
+        return outputs, _branches_step(branches, views, unread, identity)
+    if (step := _steps.outer_step(eqn, views)) is not None:
+        return outputs, step
+    if analysis.has_body(eqn):
+        return outputs, identity
     return outputs, _steps.dense_step(eqn, views)
 
 
@@ -177,7 +175,7 @@ def _has_to_be_tapped(eqn: Any, views: Sequence[View]) -> bool:
     is_exact = not any(map(_is_complex, eqn.outvars)) and _equations.goes_back_exactly(
         eqn
     )
-    return not is_exact and bool(_steps.tappable(views))
+    return not is_exact and bool(_steps.identity_step(views).uses)
 
 
 def _is_complex(atom: Any) -> bool:
@@ -218,19 +216,22 @@ def _uses_outside(inner: Plan, views: Sequence[View | None]) -> list[Use]:
 
 
 def _branches_step(
-    branches: Sequence[Any], views: list[View | None], unread: Collection[int]
-) -> Step | None:
+    branches: Sequence[Any],
+    views: list[View | None],
+    unread: Collection[int],
+    identity: Step,
+) -> Step:
     """Plans branches, as other branches that take all dummies and return activations.
 
     Where a branch is not taken, the activations and cotangents of its uses are zero.
-    The result is None if the cached arrays take more memory than the gradients.
+    If the cached arrays take more memory than the gradients, it is the step `identity`.
     """
     operands = views[1:]
     plans = [make_plan(x, _inner_roots(operands, x), unread=unread) for x in branches]
     uses = [use for plan in plans for use in _uses_outside(plan, operands)]
     ends = list(itertools.accumulate((len(x.uses) for x in plans), initial=0))
-    if _uses.num_bytes(uses) > _uses.num_bytes(_steps.identity_step(operands).uses):
-        return None
+    if _uses.num_bytes(uses) > _uses.num_bytes(identity.uses):
+        return identity
 
     def handler(values, dummies, materialized):
         zeros = [
@@ -265,7 +266,7 @@ def _inner_roots(views: Sequence[View | None], body: Any) -> list[View | None]:
 
 
 def _loop_step(
-    loop: bodies.Loop, views: list[View | None], unread: Collection[int]
+    loop: interpreter.Loop, views: list[View | None], unread: Collection[int]
 ) -> tuple[list[Any], Step | None]:
     """Plans a scan, as another scan that takes dummies and returns activations.
 
@@ -282,7 +283,7 @@ def _loop_step(
     inner = make_plan(
         loop.body,
         _inner_roots(inside, loop.body),
-        unread={*cotangents.unread_in_loop(loop, unread), *constant},
+        unread={*analysis.unread_in_loop(loop, unread), *constant},
         # Other outputs are carried, or are copies of what every iteration returns.
         stays_view=lambda i, view: (
             i >= loop.num_carry and not view.roots.isdisjoint(mapped)

@@ -1,31 +1,24 @@
-"""The rules: how an equation on data and views uses parameters.
+"""The rules: the outer form of gradients, for equations on data and a view.
 
 An equation that multiplies data by a view has a gradient of the outer form (`_uses`),
-and a rule of its own here. Its output is tapped: a tap returns its argument unchanged,
-and makes the cotangent of its argument available. Every other equation gets a tap that
-gives the gradient itself, which is exact:
-
-- `tap_dense` takes the gradient of one equation without a body, in float32. For sums
-  and products, which are most of them, `tap_elementwise` does the same.
-- `tap`, applied to a view, is an identity tap: it takes the gradient of the view, in
-  its dtype, through all equations that follow.
+and a rule of its own here. `_steps` decides on all others.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpmp.engines.book_keeping import _equations, _linalg
+from dpmp.engines.book_keeping import _equations
 from dpmp.engines.book_keeping._uses import Factors, Outer, Sizes, Use
 from dpmp.engines.book_keeping._views import View
-from dpmp.programs import float8, interpreter, primitives
+from dpmp.programs import interpreter, primitives, rounded_products
 
 
 def outer_use(eqn: Any, views: Sequence[View | None]) -> tuple[Use, int] | None:
@@ -56,7 +49,7 @@ def _dot(eqn: Any, operand: int) -> Outer:
     data = 1 - operand
     shapes = [atom.aval.shape for atom in eqn.invars]
     contracted, batch = eqn.params.get(
-        "dimension_numbers", float8.dimension_numbers(len(shapes[0]))
+        "dimension_numbers", rounded_products.dimension_numbers(len(shapes[0]))
     )
     free = [
         tuple(i for i in range(len(shapes[j])) if i not in (*contracted[j], *batch[j]))
@@ -217,93 +210,7 @@ def _in_groups(x: jax.Array, groups: int) -> jax.Array:
 # returns the outer form of the gradient with respect to an operand, or None.
 _OUTER_RULES: dict[str, tuple[str, Callable[[Any, int], Outer | None]]] = {
     primitives.DOT_GENERAL: ("dot", _dot),
-    interpreter.CUSTOM_VJP + float8.PRODUCT_NAME: ("dot", _dot),
+    interpreter.CUSTOM_VJP + rounded_products.PRODUCT_NAME: ("dot", _dot),
     primitives.GATHER: ("gather", _gather),
     primitives.CONVOLUTION: ("convolution", _convolution),
 }
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tap(
-    taken: Callable[[Any, jax.Array], jax.Array],
-    value: jax.Array,
-    cached: Any,
-    dummy: jax.Array,
-) -> jax.Array:
-    """Returns `value`; the cotangent of `dummy` is `taken(cached, ct)`.
-
-    Here, ct is the cotangent of the result. `cached` is an array or None.
-    """
-    del taken, cached, dummy
-    return value
-
-
-tap.defvjp(
-    lambda _, value, cached, __: (value, cached),
-    lambda taken, cached, ct: (ct, None, taken(cached, ct)),
-)
-
-
-def tap_elementwise(
-    eqn: Any,
-    operand: int,
-    to_view: Callable[[jax.Array], jax.Array],
-    values: Sequence[Any],
-    dummy: jax.Array,
-) -> list[jax.Array]:
-    """Does for a sum or product what `tap_dense` does, and is traced much faster.
-
-    The view at the position `operand` is the only one.
-    """
-    shape, output = eqn.invars[operand].aval.shape, eqn.outvars[0].aval.shape
-    repeated = [i for i, n in enumerate(output) if not shape or shape[i] != n]
-
-    def taken(factor: Any, cotangent: jax.Array) -> jax.Array:
-        grad = _linalg.widen(cotangent)
-        if factor is not None:
-            grad = _linalg.widen(factor) * grad
-        return to_view(grad.sum(repeated).reshape(shape) if repeated else grad)
-
-    (value,) = interpreter.bind(eqn, values)
-    factor = values[1 - operand] if eqn.primitive.name == primitives.MUL else None
-    return [tap(taken, value, factor, dummy)]
-
-
-def tap_dense(
-    eqn: Any,
-    to_views: Mapping[int, Callable[[jax.Array], jax.Array]],
-    values: Sequence[Any],
-    dummies: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """Evaluates an equation; gradients of its views become the cotangents of dummies.
-
-    For the position of each operand that is a view, `to_views` has a function that maps
-    the float32 gradient of this operand to the gradient of the use.
-    """
-
-    @jax.custom_vjp
-    def met(values: list[Any], dummies: list[jax.Array]) -> list[Any]:
-        del dummies
-        return interpreter.bind(eqn, values)
-
-    def forward(values: list[Any], dummies: list[jax.Array]) -> Any:
-        return met(values, dummies), values
-
-    def backward(values: list[Any], cotangents: list[Any]) -> Any:
-        _, vjp_values = jax.vjp(lambda *xs: interpreter.bind(eqn, xs), *values)
-        # Differentiate with respect to all operands: some rules of jax allow nothing
-        # else.
-        outputs, vjp_wide = jax.vjp(
-            lambda *xs: _equations.bind_widened(eqn, xs), *map(_linalg.widen, values)
-        )
-        grads = vjp_wide(
-            [
-                ct.astype(x.dtype) if _linalg.is_float(x.dtype) else ct
-                for ct, x in zip(cotangents, outputs, strict=True)
-            ]
-        )
-        of_views = [to_view(grads[i]) for i, to_view in to_views.items()]
-        return list(vjp_values(cotangents)), of_views
-
-    met.defvjp(forward, backward)
-    return met(list(values), list(dummies))

@@ -206,9 +206,7 @@ def product(use: Use, cached: Cached) -> jax.Array:
 
         products = jnp.moveaxis(of_parts(use.outer, multiply, left), 0, 1)
         return _linalg.apart(products.reshape(groups, length, width))
-    right = _linalg.widen(right)
-    add = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="promise_in_bounds"))
-    return add(jnp.zeros((groups, length, width), right.dtype), left, right)
+    return _scatter(left[None], _linalg.widen(right)[None], length)
 
 
 def gradient(use: Use, cached: Cached) -> jax.Array:
@@ -226,11 +224,7 @@ def weighted_sum(
     coefs: jax.Array,
     keep: jax.Array,
 ) -> dict[int, jax.Array]:
-    """Sums coefficient times gradient over the examples, for some parameters.
-
-    An example whose `keep` is False contributes zero, by selection, whatever is cached
-    for it. A parameter without a use has zeros.
-    """
+    """`PerExampleGrads.weighted_sum` of some parameters; zeros if they have no use."""
     views, totals = [], []
     for use, arrays in zip(uses, cached, strict=True):
         if not use.view.leaves.isdisjoint(params):
@@ -327,15 +321,8 @@ def over_groups(
         lambda x: x.reshape(-1, at_once, size, *x.shape[1:]), examples
     )
 
-    def sum_groups(examples: Any) -> list[jax.Array]:
-        return [x.sum(0, dtype=x.dtype) for x in jax.vmap(sum_group)(examples)]
+    def sum_groups(i: Any) -> list[jax.Array]:
+        sums = jax.vmap(sum_group)(jax.tree.map(lambda x: x[i], examples))
+        return [x.sum(0, dtype=x.dtype) for x in sums]
 
-    first = jax.tree.map(lambda x: x[0], examples)
-    if at_once == num_groups:
-        return sum_groups(first)
-
-    def step(total: list[jax.Array], examples: Any) -> tuple[list[jax.Array], None]:
-        return jax.tree.map(jnp.add, total, sum_groups(examples)), None
-
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(sum_groups, first)]
-    return jax.lax.scan(step, zeros, examples)[0]
+    return reduction.sum_examples(sum_groups, num_groups // at_once, add=jnp.add)

@@ -28,8 +28,7 @@ class View:
       aval: its shape and dtype in the program.
       leaves: the parameters it depends on, as indices of roots.
       parents: the views it is computed from; a root has none.
-      root: the index of a root (a parameter or a constant), or None.
-      roots: the roots it is computed from.
+      roots: the roots (parameters and constants) it is computed from, by their indices.
       compute: maps float32 values of the parents to the value of the view.
       rearrange: maps a NumPy array of the parameter's shape to a NumPy view of the
         entries that make up this view. It returns None if there is no such NumPy view,
@@ -43,7 +42,6 @@ class View:
     aval: Any
     leaves: frozenset[int]
     parents: tuple["View", ...] = ()
-    root: int | None = None
     roots: frozenset[int] = frozenset()
     compute: Callable[..., Any] = lambda: None
     rearrange: Callable[[np.ndarray], np.ndarray | None] = lambda _: None
@@ -55,7 +53,7 @@ def make_root(index: int, aval: Any, *, is_param: bool) -> View:
     """Makes the view of a parameter, or of a constant of the program."""
     roots = frozenset([index])
     leaves = roots if is_param else frozenset[int]()
-    return View(aval, leaves, root=index, roots=roots, rearrange=lambda array: array)
+    return View(aval, leaves, roots=roots, rearrange=lambda array: array)
 
 
 def make_constant(value: Any) -> View:
@@ -180,8 +178,9 @@ def evaluate(views: Sequence[View], roots: Mapping[int, Any]) -> list[jax.Array]
 
     @functools.cache  # views are compared by identity
     def value(view: View) -> Any:
-        if view.root is not None:
-            return widen(roots[view.root])
+        if view.roots and not view.parents:
+            (root,) = view.roots
+            return widen(roots[root])
         return widen(view.compute(*map(value, view.parents)))
 
     return list(map(value, views))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from dpmp.programs import bodies, interpreter, primitives, source_lines
+from dpmp.programs import analysis, interpreter, primitives, source_lines
 from dpmp.tools.precision_report._findings import ARGUMENT, UNKNOWN, Finding
 
 # The largest share of a sum that rounding may take without being reported.
@@ -56,7 +56,7 @@ class _Walk:
 
         for eqn in _live_equations(jaxpr):
             is_listed = eqn.primitive.name in primitives.KIND_OF
-            programs = [] if is_listed else bodies.sub_programs(eqn)
+            programs = [] if is_listed else analysis.sub_programs(eqn)
             if not programs:
                 known |= dict.fromkeys(eqn.outvars, self._step(eqn, read(eqn.invars)))
             for program in programs:
@@ -66,7 +66,7 @@ class _Walk:
         return read(jaxpr.outvars)
 
     def _enter(
-        self, eqn: Any, program: bodies.SubProgram, facts: list[Facts]
+        self, eqn: Any, program: analysis.SubProgram, facts: list[Facts]
     ) -> list[Facts]:
         """Walks a program of a call, a loop or a branch."""
         first, count = program.num_consts, program.num_carry

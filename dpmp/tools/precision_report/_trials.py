@@ -19,7 +19,7 @@ from dpmp.mechanism import DPSGD
 from dpmp.numerics import is_grid, to_float
 from dpmp.precision import Policy, is_autocast
 from dpmp.programs import interpreter, losses
-from dpmp.programs.bodies import equations
+from dpmp.programs.analysis import equations
 from dpmp.tools.precision_report._comparison import cast, path_of
 
 # A policy is safe if all its errors together stay below this share of all noise.

@@ -20,7 +20,7 @@ from dpmp.clipping import clipped_grad
 from dpmp.engines.book_keeping._engine import analyse
 from dpmp.engines.book_keeping._linalg import num_roundings
 from dpmp.engines.book_keeping._norms import by_product
-from dpmp.programs.transformations import hoist_constants
+from dpmp.programs.frozen import hoist_constants
 
 _SIZE = 3
 _IS_PADDING = np.array([False, True, False])
