@@ -27,7 +27,6 @@ from jax.experimental import io_callback
 from dpmp import _plain_text, _validate
 from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
-from dpmp.numerics import is_grid
 from dpmp.sources import Source, loader_of
 from dpmp.tools.audit._attacker import name_of
 from dpmp.tools.audit._sums import ROUNDING
@@ -316,13 +315,7 @@ def _taped(mechanism: DPSGD, tape: Tape) -> DPSGD:
 
             def update(updates: PyTree, state: Any, params: Any = None) -> Any:
                 noisy, state = real.update(updates, state, params)
-                sums = jax.tree.leaves(updates, is_leaf=is_grid)
-                units = [x.unit if is_grid(x) else 1.0 for x in sums]
-                arrays = [x.counts if is_grid(x) else x for x in sums]
-                leaves, structure = jax.tree.flatten(noisy)
-                exchange = functools.partial(tape.exchange, units=units)
-                played = io_callback(exchange, leaves, arrays, leaves)
-                return structure.unflatten(played), state
+                return io_callback(tape.exchange, noisy, updates, noisy), state
 
             return optax.GradientTransformation(real.init, update)
 
