@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 
 from dpmp._typing import PyTree
 from dpmp.engines import scaled
-from dpmp.precision import Policy
+from dpmp.precision import Policy, name_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def compare(
     loss, scaled = _loss_and_grads(fun, args, policy, scale)
     float32 = Policy.from_name("float32")
     exact_loss, exact = _loss_and_grads(reference_fun, args, float32, 1.0)
-    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(args[0])]
+    paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(args[0])]
     stacks = [_stack(x, y, scale) for x, y in zip(scaled, exact, strict=True)]
     parameters = [_gradient(*x) for x in zip(paths, stacks, strict=True)]
     parameters.sort(key=lambda x: (not math.isnan(x.cosine), x.cosine))
@@ -96,11 +95,6 @@ def compare(
 def cast(args: Sequence[PyTree], policy: Policy) -> tuple[PyTree, ...]:
     """The arguments that a policy gives to a function, parameters first."""
     return (policy.cast_to_compute(args[0]), *map(policy.cast_inputs, args[1:]))
-
-
-def path_of(path: Any) -> str:
-    """The name of a path for the expressions in `Policy.float32_paths`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _loss_and_grads(

@@ -17,10 +17,10 @@ from dpmp._typing import PyTree
 from dpmp.loss_scaling import ScaledLoss
 from dpmp.mechanism import DPSGD
 from dpmp.numerics import is_grid, to_float
-from dpmp.precision import Policy, is_autocast
+from dpmp.precision import Policy, is_autocast, name_of
 from dpmp.programs import interpreter, losses
 from dpmp.programs.bodies import equations
-from dpmp.tools.precision_report._comparison import cast, path_of
+from dpmp.tools.precision_report._comparison import cast
 
 # A policy is safe if all its errors together stay below this share of all noise.
 SHARE_OF_NOISE = 0.3
@@ -150,7 +150,7 @@ class Trials:
 
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         order = sorted(candidates, key=effect, reverse=True)
-        return [f"^{re.escape(path_of(paths[i]))}$" for i in order]
+        return [f"^{re.escape(name_of(paths[i]))}$" for i in order]
 
     def _sum(self, fun: Callable[..., Any], policy: Policy, place: int) -> _Leaves:
         """A sum of clipped gradients, by leaf in float64."""

@@ -1,9 +1,7 @@
 """Whether a policy is safe for a private run: its error beside the noise of the run.
 
-Per-example gradients are clipped and added up as in training, under the policy and in
-float32, and the two sums are compared: at the given parameters, and at those that
-private training in float32 makes of them. There, entries have grown, and a gradient
-that was exact at zero may round.
+Sums are compared after private steps in float32, too: there, entries have grown, and a
+gradient that was exact at zero may round.
 """
 
 import contextlib
