@@ -1,6 +1,5 @@
 """Compiles a training step without running it; reads the figures of the compiler."""
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.engines import Signature
 from dpmp.mechanism import DPSGD
+from dpmp.numerics import num_entries
 from dpmp.precision import Policy
 from dpmp.training import DPTrainer
 
@@ -89,7 +89,6 @@ def compiled_memory(
     """
     batch = as_device_dtypes(batch)
     size = batch_size_of(params, batch, microbatch_size)
-    num_parameters = sum(math.prod(jnp.shape(x)) for x in jax.tree.leaves(params))
     mechanism = DPSGD(
         num_examples=size,
         expected_batch_size=size,
@@ -97,7 +96,7 @@ def compiled_memory(
         iterations=1,
         l2_clip_norm=1.0,
         noise_multiplier=1.0,
-        num_parameters=max(1, num_parameters),
+        num_parameters=max(1, num_entries(params)),
         method=method,
         microbatch_size=microbatch_size,
         arithmetic=arithmetic,

@@ -1,7 +1,6 @@
 """A decoder of the Llama or GPT-2 kind, as sizes, shapes and a loss."""
 
 import json
-import math
 import pathlib
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import optax
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+from dpmp.numerics import num_entries
 
 _FEWEST_PARAMETERS = 1_000_000
 ADAPTED = "layers/(query|key_value|out)"  # the matrices that LoRA adapts, by name
@@ -154,11 +154,6 @@ class Decoder:
         logits = (x @ head)[:, :-1].astype(jnp.float32)
         losses = optax.losses.softmax_cross_entropy_with_integer_labels
         return jnp.mean(losses(logits, tokens[:, 1:]))
-
-
-def num_entries(tree: PyTree) -> int:
-    """The number of entries of all arrays."""
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
 def _layer(x: jax.Array, p: PyTree) -> jax.Array:

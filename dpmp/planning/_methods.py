@@ -10,7 +10,8 @@ import optax
 
 from dpmp import lora
 from dpmp.clipping import clipped_grad
-from dpmp.planning._decoder import ADAPTED, Decoder, num_entries
+from dpmp.numerics import num_entries
+from dpmp.planning._decoder import ADAPTED, Decoder
 from dpmp.planning.memory import MemoryEstimate, MemoryLine, estimate_memory
 from dpmp.precision import Policy
 
