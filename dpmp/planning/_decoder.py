@@ -141,10 +141,8 @@ class Decoder:
     def loss_fn(
         self, params: PyTree, tokens: jax.Array, *, remat: bool = False
     ) -> jax.Array:
-        """The next-token loss. With `remat`, layers are computed again for gradients.
-
-        Rotary positions are left out: they have no parameters and need little memory.
-        """
+        """The next-token loss. With `remat`, gradients compute layers again."""
+        # Without rotary positions, which need no parameters and little memory.
         x = params["embed"][tokens]
         if self.positions:
             x += params["position"][: tokens.shape[1]]

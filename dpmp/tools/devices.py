@@ -238,15 +238,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 class Kind(NamedTuple):
-    """A product of two operands of one dtype, with a result of this or another dtype.
-
-    The precision is a value of `jax.default_matmul_precision`.
-    """
+    """A product of two operands of one dtype; its result may have another one."""
 
     name: str
     dtype: str
     result: str
-    precision: str | None = None
+    precision: str | None = None  # a value of `jax.default_matmul_precision`
 
     def __call__(self, a: Any, b: Any) -> jax.Array:
         """Computes the product of two matrices."""

@@ -220,10 +220,7 @@ def canaries(
 def trained(
     mechanism: DPSGD, size: int, policy: Policy | str
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that trains on some canaries, given which are in the data.
-
-    It returns the noisy gradients, (iterations, canaries), in contributions.
-    """
+    """Makes a function of which canaries are in, to noisy gradients, (steps, size)."""
     if not isinstance(mechanism.l2_clip_norm, AutomaticClipping):
         # The model has one array. Its gradients must be in the range of float16.
         mechanism = dataclasses.replace(mechanism, l2_clip_norm=1.0)
@@ -247,7 +244,8 @@ def trained(
 
         start = trainer.init(jnp.zeros(size))
         trainer.fit(start, source, callback=keep, progress=False)
-        return np.stack(noisy) * (attacker.noise / mechanism.stddev)
+        in_contributions = attacker.noise / mechanism.stddev
+        return np.stack(noisy) * in_contributions
 
     return run
 
@@ -307,11 +305,7 @@ def _rates(guesses: np.ndarray, is_in: np.ndarray, level: float) -> tuple[Rates,
 def _most_noise(
     mechanism: DPSGD, threshold: float, bounds: Rates, delta: float, at_most: float
 ) -> float:
-    """The largest noise multiplier with which rates could be like the bounds.
-
-    Everything else is as in the given mechanism. The result is `at_most` if that is
-    less, which is soon found out.
-    """
+    """The largest noise multiplier, up to `at_most`, that the bounds on rates allow."""
     true, false = bounds
     if threshold < 0:  # the other guess is the rarer one
         true, false = 1 - false, 1 - true

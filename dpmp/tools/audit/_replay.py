@@ -262,13 +262,11 @@ def _prepared(prepare: Callable[..., Any], data: Any) -> tuple[DPTrainer, Any, A
 
 
 def _may_be_neighbour(source: Any, neighbour: Any, index: int) -> bool:
-    """Whether two datasets differ in an example and nowhere else, if they are arrays.
-
-    Other sources are not asked: one that remembers must not see it before the run.
-    """
+    """Whether two datasets, if they are arrays, differ in this example alone."""
     if neighbour is None:
         return True
     loaders = [loader_of(x, None) for x in (source, neighbour)]
+    # A source that remembers must not see the example before the run.
     if not all(x.is_arrays for x in loaders):
         return True
     one, other = (jax.tree.leaves(x.rows(np.arange(x.num_examples))) for x in loaders)

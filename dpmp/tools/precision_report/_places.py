@@ -1,7 +1,4 @@
-"""Finds the operations of a program for which 16 bits are too few, without running it.
-
-A walk goes from equation to equation, and keeps `Facts` about each value.
-"""
+"""Finds the operations of a program that need more than 16 bits, from its equations."""
 
 import dataclasses
 import math
@@ -196,10 +193,7 @@ def _live_equations(jaxpr: Any) -> list[Any]:
 
 
 def _num_terms(eqn: Any) -> int | None:
-    """The number of terms of each entry of a result; None if nothing is summed.
-
-    For scatters it is the largest number of terms that an entry may have.
-    """
+    """The most terms of an entry of a result; None if nothing is summed."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
     if name.startswith(primitives.SCATTER):
         batched = params["dimension_numbers"].scatter_indices_batching_dims

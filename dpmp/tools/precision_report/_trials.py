@@ -131,10 +131,7 @@ class Trials:
         return number / self._mechanism.expected_batch_size
 
     def furthest(self, policy: Policy) -> list[str]:
-        """Expressions for the paths of parameters, those that matter most first.
-
-        A parameter matters if rounding it alone moves the last sum in float32.
-        """
+        """Paths of the parameters whose rounding alone moves a float32 sum the most."""
         params, exact = self._params[1], self._exact[1]
         errors = map(_distance, self._sum(self._fun, policy, 1), exact)
         candidates = np.argsort(list(errors))[::-1][:_NUM_CANDIDATES]

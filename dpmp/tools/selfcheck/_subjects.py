@@ -76,15 +76,12 @@ class Releases(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """A way to obtain the key of the noise.
-
-    `draw` gives the uint32 words of a new key, and `noise` maps these words to noise.
-    """
+    """A way to obtain the key of the noise."""
 
     name: str
     is_claimed: bool
-    draw: Callable[[], np.ndarray]
-    noise: Callable[[np.ndarray], np.ndarray]
+    draw: Callable[[], np.ndarray]  # the uint32 words of a new key
+    noise: Callable[[np.ndarray], np.ndarray]  # from these words
 
 
 class Subjects(NamedTuple):
@@ -129,12 +126,10 @@ def compare(
     worst_case: str = "",
     is_squared: bool = False,
 ) -> Result:
-    """Compares a value, or the root of a square, to its limits, exactly.
-
-    NaN is within no limits.
-    """
+    """Compares a value, or the root of a square, to its limits, exactly."""
     value = value if isinstance(value, Fraction) else float(value)
     power = 2 if is_squared else 1
+    # NaN is within no limits.
     is_large = at_least is None or value >= Fraction(at_least) ** power
     is_small = at_most is None or value <= Fraction(at_most) ** power
     value = math.sqrt(value) if is_squared else float(value)
@@ -162,11 +157,7 @@ def draw_fn(
     dtype: Any = jnp.float32,
     coefficients: Sequence[float] = (1.0,),
 ) -> Callable[[bool, int], np.ndarray]:
-    """Turns a clipped sum and an optax privatizer into a function for `Releases`.
-
-    An attacker who knows everything about earlier steps takes their share out of the
-    noise of a step, by the `coefficients` of a strategy.
-    """
+    """Turns a clipped sum and an optax privatizer into a function for `Releases`."""
     update = jax.jit(privatizer.update)
 
     def draw(has_example: bool, num: int) -> np.ndarray:
@@ -178,6 +169,7 @@ def draw_fn(
         while len(found) < -(-num // _STEP_SIZE):
             released, state = update(sums, state)
             if tail := coefficients[1:]:
+                # An attacker who knows the earlier noise takes its share out.
                 counts = np.rint(np.float64(released) / sums.unit)
                 if len(earlier) == len(tail):
                     share = sum(c * x for c, x in zip(tail, earlier, strict=True))
