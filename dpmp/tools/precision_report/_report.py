@@ -33,8 +33,14 @@ from dpmp.tools.precision_report._comparison import (
     cast,
     compare,
 )
-from dpmp.tools.precision_report._findings import ADVICE, ARGUMENT, Finding, select
-from dpmp.tools.precision_report._places import find_places, is_narrow
+from dpmp.tools.precision_report._findings import (
+    ADVICE,
+    ARGUMENT,
+    Finding,
+    find_places,
+    is_narrow,
+    select,
+)
 
 # If bfloat16 is used only in operations that tolerate it, the cosine is larger.
 _CLOSE = 0.99
