@@ -54,7 +54,7 @@ class Trials:
         self.steps = min(mechanism.iterations, _NUM_STEPS)
         self._run = functools.cache(self._compiled)
         self._params = args[0], self._trained(args[0], optimizer)
-        self._exact = [self._sum(reference, _FLOAT32, place) for place in (0, 1)]
+        self._exact = [self._sum(reference, _FLOAT32, x) for x in self._params]
         self._lengths = [float(np.linalg.norm(_flat(x))) for x in self._exact]
         for place, length in enumerate(self._lengths):
             if not 0 < length < math.inf:
@@ -73,15 +73,12 @@ class Trials:
 
         @jax.jit
         def update(params, opt_state, total, key):
-            leaves, treedef = jax.tree.flatten(params)
-            keys = jax.random.split(key, len(leaves))
-            grads = [
-                x / self._share() + stddev * jax.random.normal(k, x.shape, x.dtype)
-                for x, k in zip(total, keys, strict=True)
-            ]
-            updates, opt_state = optimizer.update(
-                jax.tree.unflatten(treedef, grads), opt_state, params
+            noise = optax.tree_utils.tree_random_like(key, total)
+            grads = jax.tree.map(
+                lambda x, z: x / self._share() + stddev * z, total, noise
             )
+            grads = jax.tree.unflatten(jax.tree.structure(params), grads)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
         run = self._run(self._reference, _FLOAT32)
@@ -112,7 +109,7 @@ class Trials:
 
     def _at(self, place: int, policy: Policy) -> dict[str, Any]:
         """Compares a policy with float32 at one of the sets of parameters."""
-        grad = _flat(self._sum(self._fun, policy, place))
+        grad = _flat(self._sum(self._fun, policy, self._params[place]))
         reference = _flat(self._exact[place])
         kept = float(grad @ reference) / self._lengths[place] ** 2
         # Over the longest sum in float32, because training ends with short ones.
@@ -133,8 +130,9 @@ class Trials:
     def furthest(self, policy: Policy) -> list[str]:
         """Paths of the parameters whose rounding alone moves a float32 sum the most."""
         params, exact = self._params[1], self._exact[1]
-        errors = map(_distance, self._sum(self._fun, policy, 1), exact)
-        candidates = np.argsort(list(errors))[::-1][:_NUM_CANDIDATES]
+        pairs = zip(self._sum(self._fun, policy, params), exact, strict=True)
+        errors = [float(np.linalg.norm(np.ravel(a - b))) for a, b in pairs]
+        candidates = np.argsort(errors)[::-1][:_NUM_CANDIDATES]
         leaves, treedef = jax.tree.flatten(params)
         rounded = jax.tree.leaves(jax.jit(policy.cast_to_compute)(params))
 
@@ -142,16 +140,16 @@ class Trials:
             changed = list(leaves)
             changed[i] = rounded[i].astype(leaves[i].dtype)
             params = jax.tree.unflatten(treedef, changed)
-            moved = self._run(self._reference, _FLOAT32)(params, *self._batch)
-            return math.hypot(*map(_distance, moved, exact))
+            moved = self._sum(self._reference, _FLOAT32, params)
+            return float(np.linalg.norm(_flat(moved) - _flat(exact)))
 
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         order = sorted(candidates, key=effect, reverse=True)
         return [f"^{re.escape(name_of(paths[i]))}$" for i in order]
 
-    def _sum(self, fun: Callable[..., Any], policy: Policy, place: int) -> _Leaves:
+    def _sum(self, fun: Callable[..., Any], policy: Policy, params: PyTree) -> _Leaves:
         """A sum of clipped gradients, by leaf in float64."""
-        total = self._run(fun, policy)(self._params[place], *self._batch)
+        total = self._run(fun, policy)(params, *self._batch)
         return [np.asarray(x, np.float64) for x in total]
 
     def _seconds(self, fun: Callable[..., Any], policy: Policy) -> float:
@@ -180,7 +178,3 @@ class Trials:
 
 def _flat(leaves: _Leaves) -> np.ndarray:
     return np.concatenate([np.ravel(x) for x in leaves])
-
-
-def _distance(a: Any, b: Any) -> float:
-    return float(np.linalg.norm(np.ravel(np.asarray(a, np.float64) - b)))
