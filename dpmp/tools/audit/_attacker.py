@@ -1,4 +1,4 @@
-"""The best attacker of a mechanism, by likelihood ratios, and runs as it is claimed.
+"""The best attacker of a mechanism, by likelihood ratios, and runs for it to attack.
 
 All numbers are in units of one contribution, the clip norm over the batch size.
 """

@@ -1,8 +1,5 @@
 """The report on a loss under a policy, whose program is run if there is data.
 
-The program is analysed as it would run: with parameters and inputs in the dtypes that
-the policy gives them, and with its gradient.
-
 References:
   Micikevicius et al.: Mixed precision training, 2018, section 3.
   Higham: The accuracy of floating point summation, 1993, for the bounds on sums.

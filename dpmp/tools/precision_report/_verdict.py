@@ -18,7 +18,7 @@ from dpmp._arrays import as_device_dtypes
 from dpmp.engines import Signature, check_num_args
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy, reference_of
-from dpmp.tools.precision_report._trials import SHARE_OF_NOISE, Trials
+from dpmp.tools.precision_report._comparison import SHARE_OF_NOISE, Trials
 
 # The numbers of parameters that are tried in float32.
 _TRIED = 1, 3, 10
