@@ -235,7 +235,7 @@ def trained(
     )
 
     def run(is_in: np.ndarray) -> np.ndarray:
-        weights = np.float32(_GRADIENT * np.where(is_in, 1.0, attacker.absent))
+        weights = _GRADIENT * np.where(is_in, 1.0, attacker.absent).astype(np.float32)
         noisy: list[np.ndarray] = []
 
         def rows_of(indices: np.ndarray) -> dict[str, np.ndarray]:
