@@ -29,9 +29,8 @@ from dpmp.noise_addition import _privatizers
 from dpmp.precision import Policy
 from dpmp.tools import audit
 from dpmp.tools.audit import _canaries as _canaries_of_audits
-from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._noise import measure_noise
-from dpmp.tools.selfcheck._subjects import Sizes
+from dpmp.tools.selfcheck._subjects import Sizes, dpmp_subjects
 from dpmp.training import _step
 
 _NUM_EXAMPLES, _STEPS, _NUM_CANARIES = 2**15, 40, 2**18

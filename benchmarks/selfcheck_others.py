@@ -22,7 +22,6 @@ from jax_privacy import noise_addition as their_noise
 from benchmarks import harness
 from dpmp.tools import checks
 from dpmp.tools.selfcheck import command
-from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._subjects import (
     NOISE_MULTIPLIER,
     BatchShape,
@@ -33,6 +32,7 @@ from dpmp.tools.selfcheck._subjects import (
     Subjects,
     SumFn,
     Sums,
+    dpmp_subjects,
     draw_fn,
     sum_fn,
 )

@@ -13,8 +13,7 @@ from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Session
 from dpmp import devices, noise_addition
 from dpmp.tools.selfcheck import command
-from dpmp.tools.selfcheck._modes import dpmp_subjects
-from dpmp.tools.selfcheck._subjects import Sizes
+from dpmp.tools.selfcheck._subjects import Sizes, dpmp_subjects
 
 
 def run_selfcheck(session: Session) -> None:

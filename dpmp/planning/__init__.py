@@ -22,6 +22,7 @@ chooses between full fine-tuning and LoRA for the memory of a device.
 
 from dpmp.planning import memory, noise_commands, plan_command
 from dpmp.planning._best_of_runs import BestOfRuns
+from dpmp.planning._compiled_steps import Candidate, Tuning, tune
 from dpmp.planning._plans import (
     NoiseChoice,
     Plan,
@@ -29,7 +30,6 @@ from dpmp.planning._plans import (
     compare_noise,
     plan_to_start_from,
 )
-from dpmp.planning._tune import Candidate, Tuning, tune
 
 __all__ = [
     "BestOfRuns",

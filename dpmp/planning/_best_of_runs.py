@@ -170,11 +170,8 @@ class BestOfRuns:
         return runs
 
     def _epsilon_of_rank(self) -> float:
-        """Bounds how much more often a run is the best one on neighbouring data.
-
-        Every delta gives such a bound, so the search needs no exact end.
-        """
-        bounds = []
+        """Bounds how much more often a run is the best one on neighbouring data."""
+        bounds = []  # one for every delta, so the search needs no exact end
 
         def difference(log_delta: float) -> float:
             delta = math.exp(log_delta)

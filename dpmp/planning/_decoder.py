@@ -1,7 +1,6 @@
 """A decoder of the Llama or GPT-2 kind, as sizes, shapes and a loss."""
 
 import json
-import math
 import pathlib
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import optax
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+from dpmp.numerics import num_entries
 
 _FEWEST_PARAMETERS = 1_000_000
 ADAPTED = "layers/(query|key_value|out)"  # the matrices that LoRA adapts, by name
@@ -141,10 +141,8 @@ class Decoder:
     def loss_fn(
         self, params: PyTree, tokens: jax.Array, *, remat: bool = False
     ) -> jax.Array:
-        """The next-token loss. With `remat`, layers are computed again for gradients.
-
-        Rotary positions are left out: they have no parameters and need little memory.
-        """
+        """The next-token loss. With `remat`, gradients compute layers again."""
+        # Without rotary positions, which need no parameters and little memory.
         x = params["embed"][tokens]
         if self.positions:
             x += params["position"][: tokens.shape[1]]
@@ -154,11 +152,6 @@ class Decoder:
         logits = (x @ head)[:, :-1].astype(jnp.float32)
         losses = optax.losses.softmax_cross_entropy_with_integer_labels
         return jnp.mean(losses(logits, tokens[:, 1:]))
-
-
-def num_entries(tree: PyTree) -> int:
-    """The number of entries of all arrays."""
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
 def _layer(x: jax.Array, p: PyTree) -> jax.Array:

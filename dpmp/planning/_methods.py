@@ -10,7 +10,8 @@ import optax
 
 from dpmp import lora
 from dpmp.clipping import clipped_grad
-from dpmp.planning._decoder import ADAPTED, Decoder, num_entries
+from dpmp.numerics import num_entries
+from dpmp.planning._decoder import ADAPTED, Decoder
 from dpmp.planning.memory import MemoryEstimate, MemoryLine, estimate_memory
 from dpmp.precision import Policy
 
@@ -82,11 +83,7 @@ class Model:
     def fitting(
         self, method: Method, batch_size: int, num_bytes: float
     ) -> tuple[int, MemoryEstimate]:
-        """The largest power of two that fits as a microbatch, 0 if none, and memory.
-
-        If not even one example fits, the memory is that with one example, or without
-        activations if this is too much already.
-        """
+        """The largest power of two that fits as a microbatch, 0 if none, and memory."""
         memory, size = self.memory(method, batch_size), LARGEST_MICROBATCH
         if memory.total > num_bytes:
             return 0, memory
@@ -131,13 +128,10 @@ def _of_frozen(decoder: Decoder, bits: float) -> list[MemoryLine]:
 def activation_bytes(
     decoder: Decoder, length: int, rank: int | None, remat: bool
 ) -> tuple[float, float]:
-    """Temporary bytes of a sum of clipped gradients: fixed ones, and those per example.
-
-    For all parameters, the fixed ones are sums, which `estimate_memory` counts.
-    """
+    """Temporary bytes of a sum of clipped gradients: fixed ones, then per example."""
     temporaries = functools.partial(_temporaries, decoder, length, rank, remat)
     many = temporaries(LARGEST_MICROBATCH)
-    if rank is None:
+    if rank is None:  # the fixed ones are sums, which `estimate_memory` counts
         return 0.0, many / LARGEST_MICROBATCH
     one = temporaries(1)
     each = (many - one) / (LARGEST_MICROBATCH - 1)
@@ -147,12 +141,9 @@ def activation_bytes(
 def _temporaries(
     decoder: Decoder, length: int, rank: int | None, remat: bool, size: int
 ) -> int:
-    """The temporary bytes of a compiled sum of clipped gradients of `size` examples.
-
-    The sum is compiled for the CPU and not run. float16 stands for bfloat16, which has
-    the same size, because the CPU's compiler replaces bfloat16 by float32.
-    """
+    """The temporary bytes of a compiled sum of clipped gradients of `size` examples."""
     loss_fn = functools.partial(decoder.loss_fn, remat=remat)
+    # float16 stands for bfloat16, which the CPU's compiler would replace by float32.
     params = decoder.shapes(jnp.float16)
     tokens = jax.ShapeDtypeStruct((size, length), jnp.int32)
 

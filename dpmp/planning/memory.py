@@ -18,7 +18,7 @@ from dpmp._arrays import as_device_dtypes
 from dpmp._typing import PyTree
 from dpmp.engines import check_method
 from dpmp.numerics import default_arithmetic, default_method, packing, parse_arithmetic
-from dpmp.planning._compiled_memory import (
+from dpmp.planning._compiled_steps import (
     CompiledMemory,
     batch_size_of,
     compiled_memory,

@@ -102,28 +102,23 @@ def add_options(
 
 
 def _run(
-    command: Callable[[argparse.Namespace], _Result], args: argparse.Namespace
+    command: Callable[[argparse.Namespace, DPSGD], _Result], args: argparse.Namespace
 ) -> int:
     relation = dp_accounting.NeighboringRelation[args.neighboring_relation]
     args.neighboring_relation = relation
-    text, result = command(args)
-    sys.stdout.write((json.dumps(result) if args.json else text) + "\n")
-    return 0
-
-
-def _mechanism(args: argparse.Namespace) -> DPSGD:
-    """The mechanism of the options; calibrated if they have an epsilon."""
     names = {x.name for x in dataclasses.fields(DPSGD)}
     fields = {name: x for name, x in vars(args).items() if name in names}
     mechanism = DPSGD(**{"l2_clip_norm": 1.0, **fields})
     if "epsilon" in args:
-        return mechanism.calibrate(epsilon=args.epsilon, delta=args.delta)
-    return mechanism
+        mechanism = mechanism.calibrate(epsilon=args.epsilon, delta=args.delta)
+    text, result = command(args, mechanism)
+    sys.stdout.write((json.dumps(result) if args.json else text) + "\n")
+    return 0
 
 
-def _epsilon(args: argparse.Namespace) -> _Result:
+def _epsilon(args: argparse.Namespace, mechanism: DPSGD) -> _Result:
     """Computes epsilon for a noise multiplier."""
-    epsilon = _mechanism(args).guarantee().epsilon
+    epsilon = mechanism.guarantee().epsilon
     text = f"epsilon {round_up(epsilon)} at delta {args.delta}"
     if args.delta >= 1 / args.num_examples:
         text += ", which allows that one of the examples is published: use less"
@@ -131,20 +126,19 @@ def _epsilon(args: argparse.Namespace) -> _Result:
     return text, {"epsilon": finite, "delta": args.delta}
 
 
-def _calibrate(args: argparse.Namespace) -> _Result:
+def _calibrate(args: argparse.Namespace, mechanism: DPSGD) -> _Result:
     """Finds the least noise multiplier for an epsilon."""
-    result = _guarantee(mechanism := _mechanism(args))
     noise_multiplier = digits_above(mechanism.noise_multiplier or 0.0, 5)
     text = (
         f"noise multiplier {noise_multiplier}, for epsilon {args.epsilon} at delta "
         f"{args.delta}"
     )
-    return text, result
+    return text, _guarantee(mechanism)
 
 
-def _statement(args: argparse.Namespace) -> _Result:
+def _statement(args: argparse.Namespace, mechanism: DPSGD) -> _Result:
     """Says in words what a run guarantees."""
-    mechanism = _mechanism(args)
+    del args
     text = mechanism.statement()
     return text, {"statement": text, **_guarantee(mechanism)}
 

@@ -69,10 +69,7 @@ def add_plan_command(commands: Any) -> None:
 def _count(text: str) -> int:
     """A positive integer, which may be written as 8e9."""
     try:
-        number = float(text)
-        return _validate.positive_integer(
-            number=int(number) if number.is_integer() else number
-        )
+        return _validate.positive_integer(number=noise_commands.integer(text))
     except (ValueError, OverflowError):
         message = f"{text} must be a number of at least 1, whole, such as 1e9"
         raise argparse.ArgumentTypeError(message) from None

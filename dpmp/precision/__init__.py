@@ -14,6 +14,7 @@ belong to the mechanism.
 from dpmp.precision._autocast import autocast, is_autocast, reference_of
 from dpmp.precision._eight_bits import in_8_bits
 from dpmp.precision._policy import PRESETS, Policy
+from dpmp.precision._rules import name_of
 
 __all__ = [
     "PRESETS",
@@ -21,5 +22,6 @@ __all__ = [
     "autocast",
     "in_8_bits",
     "is_autocast",
+    "name_of",
     "reference_of",
 ]

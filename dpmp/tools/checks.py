@@ -88,11 +88,7 @@ def as_json(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path, costs: Set[str]) -> dict[str, Any]:
-    """What a file has results of, and how many passed; ValueError for other files.
-
-    Also whether all mechanisms that were attacked have one of the `costs`: None for
-    checks of the software alone, and for private sizes of data.
-    """
+    """What a file has results of, and how many passed; ValueError for other files."""
     try:
         content = json.loads(path.read_text())
         passed = [bool(x["passed"]) for x in content["results"] if _counts(x)]
@@ -112,6 +108,7 @@ def read(path: pathlib.Path, costs: Set[str]) -> dict[str, Any]:
         "number": len(passed),
         "passed": sum(passed),
         "names": list(names),
+        # None for checks of the software alone, and for private sizes of data.
         "of_these_runs": mechanisms <= costs if mechanisms else None,
     }
 

@@ -20,8 +20,6 @@ from dpmp import _plain_text, _timing, _validate
 
 __all__ = ["DeviceReport", "Row", "add_devices_command", "measure_dtypes"]
 
-_MATRICES = "ij,jk->ik"
-
 # Errors are measured on results of this many rows and columns. Their entries are sums
 # of few terms, or of many.
 _SIDE, _FEW, _MANY = 128, 16, 4096
@@ -240,20 +238,18 @@ def _run(args: argparse.Namespace) -> int:
 
 
 class Kind(NamedTuple):
-    """A product of two operands of one dtype, with a result of this or another dtype.
-
-    The precision is a value of `jax.default_matmul_precision`.
-    """
+    """A product of two operands of one dtype; its result may have another one."""
 
     name: str
     dtype: str
     result: str
-    precision: str | None = None
+    precision: str | None = None  # a value of `jax.default_matmul_precision`
 
-    def __call__(self, a: Any, b: Any, contraction: str = _MATRICES) -> jax.Array:
-        """Computes the product. The contraction is written as for `jnp.einsum`."""
-        options = {"precision": self.precision, "preferred_element_type": self.result}
-        return jnp.einsum(contraction, a, b, **options)
+    def __call__(self, a: Any, b: Any) -> jax.Array:
+        """Computes the product of two matrices."""
+        return jnp.matmul(
+            a, b, precision=self.precision, preferred_element_type=self.result
+        )
 
 
 KINDS = (
@@ -269,36 +265,29 @@ KINDS = (
 
 
 def compile_product(
-    kind: Kind, a: np.ndarray, b: np.ndarray, contraction: str = _MATRICES
+    kind: Kind, a: np.ndarray, b: np.ndarray
 ) -> Callable[[], jax.Array]:
-    """Compiles a product of two arrays of the host, and runs it once.
-
-    Every program has operands of its own, so that no program finds its operands in a
-    cache because another one has just used them.
-    """
+    """Compiles a product of two arrays of the host, and runs it once."""
+    # Every program has operands of its own, so that no program finds its operands in a
+    # cache because another one has just used them.
     operands = [jnp.asarray(x.astype(jnp.dtype(kind.dtype))) for x in (a, b)]
-    program = jax.jit(lambda a, b: kind(a, b, contraction)).lower(*operands).compile()
+    program = jax.jit(lambda a, b: kind(a, b)).lower(*operands).compile()
     jax.block_until_ready(program(*operands))  # some products fail only here
     return functools.partial(program, *operands)
 
 
 def compile_all(
     kinds: Iterable[Kind],
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    contraction: str = _MATRICES,
+    shapes: tuple[tuple[int, int], tuple[int, int]],
 ) -> tuple[dict[str, Callable[[], jax.Array]], dict[str, str]]:
-    """Compiles products of random operands.
-
-    Returns, by the names of the kinds, the programs of the products that run, and the
-    exceptions of the products that do not.
-    """
+    """By kind, the programs of products that run, and the exceptions of the others."""
     # A few numbers are repeated, since the time does not depend on them.
     numbers = np.random.default_rng(0).standard_normal(4099, np.float32)
     a, b = (np.resize(numbers, shape) for shape in shapes)
     programs, errors = {}, {}
     for kind in kinds:
         try:
-            programs[kind.name] = compile_product(kind, a, b, contraction)
+            programs[kind.name] = compile_product(kind, a, b)
         except Exception as error:  # backends do not document what they raise
             message = str(error).strip().partition("\n")[0]
             errors[kind.name] = f"{type(error).__name__}: {message[:200]}"

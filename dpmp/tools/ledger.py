@@ -6,7 +6,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dpmp import _validate
@@ -46,15 +46,11 @@ def add_ledger_command(commands: Any) -> None:
 
 
 def _ledger(args: argparse.Namespace) -> int:
-    report = summary_of(read_ledgers(args.directories), args.delta)
+    ledgers = {str(x): read_ledger(x) for x in args.directories}
+    report = summary_of(ledgers, args.delta)
     text = json.dumps(report) if args.json else _as_text(report)
     sys.stdout.write(f"{text}\n")
     return 0
-
-
-def read_ledgers(directories: Sequence[pathlib.Path]) -> dict[str, Ledger]:
-    """The ledgers of directories, by their paths; ValueError if one has none."""
-    return {str(x): _read(x) for x in directories}
 
 
 def total_of(ledgers: Mapping[str, Ledger]) -> Spent:
@@ -104,7 +100,8 @@ def _row(directory: str, ledger: Ledger, delta: float) -> dict[str, Any]:
     }
 
 
-def _read(directory: pathlib.Path) -> Ledger:
+def read_ledger(directory: pathlib.Path) -> Ledger:
+    """The ledger of a directory; ValueError if it has none."""
     reason = "there is none; before its first release a run has none, and has no cost"
     try:
         ledger = ledger_of(directory)

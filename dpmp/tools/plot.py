@@ -48,11 +48,7 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 def draw(directory: pathlib.Path) -> Any:
-    """Draws a panel for each metric, and returns the matplotlib figure.
-
-    Raises:
-      ValueError: without metrics, or without matplotlib.
-    """
+    """Draws a panel for each metric, and returns the matplotlib figure."""
     lines = runs.read_metrics(directory)
     if not lines:
         _validate.fail(

@@ -15,7 +15,7 @@ from typing import Any
 from dpmp import _validate
 from dpmp.runs import Ledger, has_files_of
 from dpmp.tools import checks
-from dpmp.tools.ledger import read_ledgers, summary_of, total_of
+from dpmp.tools.ledger import read_ledger, summary_of, total_of
 from dpmp.tools.report_pages import (
     ASSUMED,
     NOT_COVERED,
@@ -98,15 +98,14 @@ def report_of(
 ) -> dict[str, Any]:
     """Everything that the documents show, for JSON."""
     # The names alone: the report goes to others.
-    paths = {x.absolute().name: x for x in map(pathlib.Path, directories)}
-    read = read_ledgers(directories)
-    ledgers = {pathlib.Path(x).absolute().name: y for x, y in read.items()}
-    if len(ledgers) != len(directories):
+    paths = {x.absolute().name: x for x in directories}
+    if len(paths) != len(directories):
         _validate.fail(
             "directories must have different names, by which the report calls them. "
             "Rename one of them.",
             directories=[x.absolute().name for x in directories],
         )
+    ledgers = {name: read_ledger(x) for name, x in paths.items()}
     summary, total = summary_of(ledgers, delta), total_of(ledgers)
     pairs = ((x, total.guarantee(delta=x).epsilon) for x in _DELTAS)
     curve = [(d, e) for d, e in pairs if math.isfinite(e)]

@@ -9,7 +9,7 @@ import pytest
 from small_runs import new_trainer
 
 from dpmp import Policy
-from dpmp.planning import _compiled_memory
+from dpmp.planning import _compiled_steps
 from dpmp.planning.memory import (
     CompiledMemory,
     compiled_memory,
@@ -163,6 +163,6 @@ def test_the_largest_microbatch_fits_and_the_next_one_does_not(
         return CompiledMemory(50, 0, 0, {12: 350, 6: 250, 3: 150}[microbatch_size])
 
     shapes = _shape(64, 64), _shape(12, 64)
-    monkeypatch.setattr(_compiled_memory, "compiled_memory", compiled)
+    monkeypatch.setattr(_compiled_steps, "compiled_memory", compiled)
     found = largest_microbatch(_linear_loss, *shapes, num_bytes=num_bytes, **_PLAIN)
     assert (found and found[0]) == size

@@ -54,7 +54,7 @@ def test_programs_run_on_the_default_device():
 class _Narrow(Kind):
     """Adds in the dtype of the operands."""
 
-    def __call__(self, a, b, contraction=""):
+    def __call__(self, a, b):
         def add(total, terms):
             return total + terms[0][:, None] * terms[1], None
 
@@ -65,12 +65,12 @@ class _Narrow(Kind):
 class _Rounded(Kind):
     """Rounds the operands first, as TF32 products do."""
 
-    def __call__(self, a, b, contraction=""):
+    def __call__(self, a, b):
         return jax.lax.reduce_precision(a, 8, 10) @ jax.lax.reduce_precision(b, 8, 10)
 
 
 class _Overflowing(Kind):
-    def __call__(self, a, b, contraction=""):
+    def __call__(self, a, b):
         return (a @ b) * jnp.float32(jnp.inf)
 
 
@@ -97,7 +97,7 @@ def test_times_are_taken_in_turn_and_compared_within_rounds():
 class _Missing(Kind):
     """A product that does not run."""
 
-    def __call__(self, a, b, contraction=""):
+    def __call__(self, a, b):
         raise RuntimeError(f"no {self.dtype} here\nmore of it")
 
 

@@ -18,7 +18,6 @@ from scipy import stats
 
 from dpmp import __main__, clipping, noise_addition, strategies
 from dpmp.tools.selfcheck import command
-from dpmp.tools.selfcheck._modes import dpmp_subjects, unsafe_releases
 from dpmp.tools.selfcheck._noise import measure_keys, measure_noise
 from dpmp.tools.selfcheck._subjects import (
     BatchShape,
@@ -27,7 +26,9 @@ from dpmp.tools.selfcheck._subjects import (
     Sizes,
     Subjects,
     Sums,
+    dpmp_subjects,
     draw_fn,
+    unsafe_releases,
 )
 from dpmp.tools.selfcheck._sums import measure_contributions, measure_sensitivity
 

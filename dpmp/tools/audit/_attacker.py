@@ -1,19 +1,36 @@
-"""The best attacker of a mechanism, by likelihood ratios, and runs as it is claimed.
+"""The best attacker of a mechanism, by likelihood ratios, and runs for it to attack.
 
 All numbers are in units of one contribution, the clip norm over the batch size.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import dp_accounting
 import numpy as np
 from scipy import special
 
+from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
 from dpmp.strategies import BandedInverse, BandedToeplitz
 
 _REPLACE_ONE = dp_accounting.NeighboringRelation.REPLACE_ONE
+
+
+class ComputedRows:
+    """A source whose rows follow from their indices, which it is given all at once."""
+
+    def __init__(self, num_examples: int, rows_of: Callable[[np.ndarray], PyTree]):
+        self._num_examples, self._rows_of = num_examples, rows_of
+
+    def __len__(self) -> int:
+        return self._num_examples
+
+    def __getitem__(self, indices: np.ndarray) -> PyTree:
+        if not np.ndim(indices):
+            raise TypeError("an array, please")
+        return self._rows_of(indices)
 
 
 def name_of(mechanism: DPSGD) -> str:

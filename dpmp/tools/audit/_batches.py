@@ -17,7 +17,7 @@ from scipy import stats
 
 from dpmp import _plain_text, _validate
 from dpmp.mechanism import DPSGD
-from dpmp.tools.audit._attacker import name_of
+from dpmp.tools.audit._attacker import ComputedRows, name_of
 from dpmp.training import DPTrainer, TrainingState
 
 # Correct batches fail one of the tests by chance once in a million audits, or less:
@@ -81,31 +81,6 @@ def batches(mechanism: DPSGD, *, num_batches: int = 2000) -> BatchAudit:
     return BatchAudit(number, tuple(dict.fromkeys(wrong)), name_of(given))
 
 
-class _Source:
-    """Numbers, and the batches of a run that asked for them."""
-
-    def __init__(self, num_examples: int):
-        self._num_examples = num_examples
-        self._asked: list[np.ndarray] | None = None
-        self.batches: list[np.ndarray] = []
-
-    def __len__(self) -> int:
-        return self._num_examples
-
-    def __getitem__(self, indices: Any) -> np.ndarray:
-        if not np.ndim(indices):
-            raise TypeError("an array, please")
-        # A run begins by asking for examples 0 and 1.
-        self._asked = [] if self._asked is None else [*self._asked, indices]
-        return np.zeros(np.shape(indices), np.float32)
-
-    def keep(self, state: TrainingState) -> None:
-        """Keeps the batch of a step. An empty one is not asked for."""
-        del state
-        self.batches += self._asked or [np.zeros(0, np.int64)]
-        self._asked = []
-
-
 def _indices_of_runs(mechanism: DPSGD, runs: int) -> list[list[np.ndarray]]:
     """The batches of runs of `DPTrainer.fit`."""
     trainer = DPTrainer(
@@ -114,12 +89,27 @@ def _indices_of_runs(mechanism: DPSGD, runs: int) -> list[list[np.ndarray]]:
         optimizer=optax.sgd(0.0),
         policy="float32",
     )
-    found = []
-    for _ in range(runs):
-        source, start = _Source(mechanism.num_examples), trainer.init(jnp.zeros(()))
-        trainer.fit(start, source, callback=source.keep, progress=False, prefetch=0)
-        found.append(source.batches)
-    return found
+
+    def run() -> list[np.ndarray]:
+        asked: list[np.ndarray] = []
+        drawn: list[np.ndarray] = []
+
+        def rows_of(indices: np.ndarray) -> np.ndarray:
+            asked.append(indices)
+            return np.zeros(len(indices), np.float32)
+
+        def keep(state: TrainingState) -> None:
+            # A run begins by asking for examples 0 and 1, and asks for no empty batch.
+            del state
+            drawn.extend(asked[1:] or [np.zeros(0, np.int64)])
+            del asked[1:]
+
+        source = ComputedRows(mechanism.num_examples, rows_of)
+        start = trainer.init(jnp.zeros(()))
+        trainer.fit(start, source, callback=keep, progress=False, prefetch=0)
+        return drawn
+
+    return [run() for _ in range(runs)]
 
 
 def _impossible(mechanism: DPSGD, run: list[np.ndarray]) -> Iterator[str]:

@@ -29,7 +29,7 @@ from dpmp import _plain_text, _validate, accounting
 from dpmp.clipping import AutomaticClipping
 from dpmp.mechanism import DPSGD, PrivacyCost, guarantee_of
 from dpmp.precision import Policy
-from dpmp.tools.audit._attacker import Attacker, name_of
+from dpmp.tools.audit._attacker import Attacker, ComputedRows, name_of
 from dpmp.training import DPTrainer, TrainingState
 
 # With as many canaries, a bound is 8 to 17 % below a claim of epsilon 1, and closer to
@@ -220,10 +220,7 @@ def canaries(
 def trained(
     mechanism: DPSGD, size: int, policy: Policy | str
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that trains on some canaries, given which are in the data.
-
-    It returns the noisy gradients, (iterations, canaries), in contributions.
-    """
+    """Makes a function of which canaries are in, to noisy gradients, (steps, size)."""
     if not isinstance(mechanism.l2_clip_norm, AutomaticClipping):
         # The model has one array. Its gradients must be in the range of float16.
         mechanism = dataclasses.replace(mechanism, l2_clip_norm=1.0)
@@ -238,35 +235,25 @@ def trained(
     )
 
     def run(is_in: np.ndarray) -> np.ndarray:
-        weights = _GRADIENT * np.where(is_in, 1.0, attacker.absent)
-        source = _Source(mechanism.num_examples, weights.astype(np.float32))
+        weights = _GRADIENT * np.where(is_in, 1.0, attacker.absent).astype(np.float32)
         noisy: list[np.ndarray] = []
+
+        def rows_of(indices: np.ndarray) -> dict[str, np.ndarray]:
+            # The first examples are canaries, and the others are empty.
+            number = np.where(indices < size, indices, 0).astype(np.int32)
+            weight = np.where(indices == number, weights[number], np.float32(0))
+            return {"number": number, "weight": weight}
 
         def keep(state: TrainingState) -> None:
             noisy.append(np.array(state.opt_state))
 
+        source = ComputedRows(mechanism.num_examples, rows_of)
         start = trainer.init(jnp.zeros(size))
         trainer.fit(start, source, callback=keep, progress=False)
-        return np.stack(noisy) * (attacker.noise / mechanism.stddev)
+        in_contributions = attacker.noise / mechanism.stddev
+        return np.stack(noisy) * in_contributions
 
     return run
-
-
-class _Source:
-    """Examples of which the first ones are canaries, and the others are empty."""
-
-    def __init__(self, num_examples: int, weights: np.ndarray):
-        self._num_examples, self._weights = num_examples, weights
-
-    def __len__(self) -> int:
-        return self._num_examples
-
-    def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        if not np.ndim(indices):
-            raise TypeError("an array, please")
-        number = np.where(indices < len(self._weights), indices, 0).astype(np.int32)
-        weight = np.where(indices == number, self._weights[number], np.float32(0))
-        return {"number": number, "weight": weight}
 
 
 def _keep_gradient(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -307,11 +294,7 @@ def _rates(guesses: np.ndarray, is_in: np.ndarray, level: float) -> tuple[Rates,
 def _most_noise(
     mechanism: DPSGD, threshold: float, bounds: Rates, delta: float, at_most: float
 ) -> float:
-    """The largest noise multiplier with which rates could be like the bounds.
-
-    Everything else is as in the given mechanism. The result is `at_most` if that is
-    less, which is soon found out.
-    """
+    """The largest noise multiplier, up to `at_most`, that the bounds on rates allow."""
     true, false = bounds
     if threshold < 0:  # the other guess is the rarer one
         true, false = 1 - false, 1 - true

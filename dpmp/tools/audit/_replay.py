@@ -27,7 +27,6 @@ from jax.experimental import io_callback
 from dpmp import _plain_text, _validate
 from dpmp._typing import PyTree
 from dpmp.mechanism import DPSGD
-from dpmp.numerics import is_grid
 from dpmp.sources import Source, loader_of
 from dpmp.tools.audit._attacker import name_of
 from dpmp.tools.audit._sums import ROUNDING
@@ -263,13 +262,11 @@ def _prepared(prepare: Callable[..., Any], data: Any) -> tuple[DPTrainer, Any, A
 
 
 def _may_be_neighbour(source: Any, neighbour: Any, index: int) -> bool:
-    """Whether two datasets differ in an example and nowhere else, if they are arrays.
-
-    Other sources are not asked: one that remembers must not see it before the run.
-    """
+    """Whether two datasets, if they are arrays, differ in this example alone."""
     if neighbour is None:
         return True
     loaders = [loader_of(x, None) for x in (source, neighbour)]
+    # A source that remembers must not see the example before the run.
     if not all(x.is_arrays for x in loaders):
         return True
     one, other = (jax.tree.leaves(x.rows(np.arange(x.num_examples))) for x in loaders)
@@ -316,13 +313,7 @@ def _taped(mechanism: DPSGD, tape: Tape) -> DPSGD:
 
             def update(updates: PyTree, state: Any, params: Any = None) -> Any:
                 noisy, state = real.update(updates, state, params)
-                sums = jax.tree.leaves(updates, is_leaf=is_grid)
-                units = [x.unit if is_grid(x) else 1.0 for x in sums]
-                arrays = [x.counts if is_grid(x) else x for x in sums]
-                leaves, structure = jax.tree.flatten(noisy)
-                exchange = functools.partial(tape.exchange, units=units)
-                played = io_callback(exchange, leaves, arrays, leaves)
-                return structure.unflatten(played), state
+                return io_callback(tape.exchange, noisy, updates, noisy), state
 
             return optax.GradientTransformation(real.init, update)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -115,9 +114,7 @@ def sums(
         """The sum if some rows are padding, which holds examples further on."""
         mask = np.isin(np.arange(size), rows)
         places = np.where(mask, (np.arange(size) + shift) % size, np.arange(size))
-        total = sum_of_batch(jax.tree.map(lambda x: x[places], batch), mask)
-        leaves = [_floats(x) for x in jax.tree.leaves(total, is_leaf=is_grid)]
-        return np.concatenate(leaves)
+        return as_vector(sum_of_batch(jax.tree.map(lambda x: x[places], batch), mask))
 
     everything, changes, reads_padding = range(size), [], False
     whole, empty = vector([]), vector(everything)
@@ -130,7 +127,10 @@ def sums(
     return SumsAudit(largest / sensitivity, reads_padding)
 
 
-def _floats(x: Any) -> np.ndarray:
-    """The entries of an array, or of counts on a grid, in float64."""
-    counts, unit = (x.counts, x.unit) if is_grid(x) else (x, 1.0)
-    return np.asarray(counts, np.float64).ravel() * unit
+def as_vector(total: PyTree) -> np.ndarray:
+    """All entries of a sum, or of counts on grids, in float64."""
+    pairs = [
+        (x.counts, x.unit) if is_grid(x) else (x, 1.0)
+        for x in jax.tree.leaves(total, is_leaf=is_grid)
+    ]
+    return np.concatenate([np.asarray(x, np.float64).ravel() * u for x, u in pairs])

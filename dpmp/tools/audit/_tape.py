@@ -15,6 +15,7 @@ import numpy as np
 
 from dpmp import _validate
 from dpmp._typing import PyTree
+from dpmp.tools.audit._sums import as_vector
 
 
 class Tape:
@@ -25,7 +26,7 @@ class Tape:
         self.sums: list[np.ndarray] = []  # of each step in one vector, sensitive
         self.error: Exception | None = None
         self.run: tuple[Any, Any, Any] | None = None  # trainer, data and callback
-        self._noisy: list[list[np.ndarray]] = []
+        self._noisy: list[PyTree] = []
         self._seen: dict[str, list[Any]] = collections.defaultdict(list)
         self._num_traces = 0
 
@@ -55,18 +56,12 @@ class Tape:
         own = [self.index if self.is_in else -1]
         return np.concatenate([own, others[: size - 1]])
 
-    def exchange(
-        self, sums: list[Any], noisy: list[Any], units: list[float]
-    ) -> list[np.ndarray]:
+    def exchange(self, sums: PyTree, noisy: PyTree) -> PyTree:
         """Records a step, and returns the noisy gradients with which it goes on."""
-        flat = [
-            unit * np.asarray(x, np.float64).ravel()
-            for unit, x in zip(units, sums, strict=True)
-        ]
-        self.sums.append(np.concatenate(flat))
+        self.sums.append(as_vector(sums))
         if self._first is not None and len(self.sums) <= len(self._first._noisy):
             return self._first._noisy[len(self.sums) - 1]
-        self._noisy.append([np.array(x) for x in noisy])
+        self._noisy.append(jax.tree.map(np.array, noisy))
         return self._noisy[-1]
 
     @contextlib.contextmanager

@@ -8,8 +8,7 @@ The data must be public or synthetic: nothing in the report has noise.
 
 from dpmp.tools.precision_report._comparison import Comparison, GradientComparison
 from dpmp.tools.precision_report._findings import Finding
-from dpmp.tools.precision_report._report import precision_report
-from dpmp.tools.precision_report._shown import PrecisionReport
+from dpmp.tools.precision_report._report import PrecisionReport, precision_report
 from dpmp.tools.precision_report._verdict import Verdict, compare_policies
 
 __all__ = [

@@ -1,9 +1,7 @@
 """Whether a policy is safe for a private run: its error beside the noise of the run.
 
-Per-example gradients are clipped and added up as in training, under the policy and in
-float32, and the two sums are compared: at the given parameters, and at those that
-private training in float32 makes of them. There, entries have grown, and a gradient
-that was exact at zero may round.
+Sums are compared after private steps in float32, too: there, entries have grown, and a
+gradient that was exact at zero may round.
 """
 
 import contextlib
@@ -20,7 +18,7 @@ from dpmp._arrays import as_device_dtypes
 from dpmp.engines import Signature, check_num_args
 from dpmp.mechanism import DPSGD
 from dpmp.precision import Policy, reference_of
-from dpmp.tools.precision_report._trials import SHARE_OF_NOISE, Trials
+from dpmp.tools.precision_report._comparison import SHARE_OF_NOISE, Trials
 
 # The numbers of parameters that are tried in float32.
 _TRIED = 1, 3, 10

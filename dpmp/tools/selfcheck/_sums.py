@@ -123,10 +123,7 @@ def _batches(size: int, dtype: Any) -> dict[str, np.ndarray]:
 def _neighbours(
     batch: np.ndarray, assumes_fixed_slots: bool
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Batches without one example, and their padding.
-
-    The other examples stay in their slots, or later examples move up.
-    """
+    """Batches without an example, and their padding; later examples may move up."""
     size = len(batch)
     slots = np.arange(size)
     for name, i in (("first", 0), ("middle", size // 2), ("last", size - 1)):

@@ -12,9 +12,8 @@ import rich.console
 
 from dpmp import _plain_text
 from dpmp.tools import checks
-from dpmp.tools.selfcheck._modes import dpmp_subjects
 from dpmp.tools.selfcheck._noise import measure_keys, measure_noise
-from dpmp.tools.selfcheck._subjects import Result, Sizes, Subjects
+from dpmp.tools.selfcheck._subjects import Result, Sizes, Subjects, dpmp_subjects
 from dpmp.tools.selfcheck._sums import measure_contributions, measure_sensitivity
 
 
