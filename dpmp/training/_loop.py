@@ -16,6 +16,7 @@ is lost, the next state of the trainer pays.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping
@@ -226,7 +227,10 @@ class Loop:
         if last_state is not None or self._directory is not None:
             self._last_step.have_paid(account.before)
         elif self._started > account.start:
-            self._last_step.fail(account.lost(account.start, self._started))
+            # No state has these steps: they were planned beside those of every state.
+            lost = account.segment(account.start, self._started)
+            planned = account.end - account.start
+            self._last_step.fail(dataclasses.replace(lost, planned=planned))
 
     def _describe_stop(self, step: int) -> str:
         mechanism, spent = self._account.mechanism, ""

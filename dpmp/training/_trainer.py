@@ -242,6 +242,7 @@ class DPTrainer:
     def _draw_ticket(self, state: TrainingState) -> Ticket:
         """Draws keys for the next step, which its failed attempts did not use."""
         made = past_of(self.mechanism, state) | self._last_step.failed
+        _agreement.check_same_past(made)
         (ticket,) = draw_tickets([int(state.step)], self._root, made.times_made)
         return ticket
 
