@@ -198,9 +198,7 @@ class LastStep:
         id_, step, cost = _processes.random_id(), int(state.step), mechanism.step_cost
         self._running[id_] = threading.get_ident()
         # No state has this step: it was planned alone, beside those of every state.
-        self.fail(
-            runs.Segment(id=id_, start=step, stop=step + 1, planned=1, cost=cost)
-        )
+        self.fail(runs.Segment(id=id_, start=step, stop=step + 1, planned=1, cost=cost))
         try:
             yield
         except BaseException as error:

@@ -5,7 +5,6 @@ import contextlib
 import jax
 import numpy as np
 
-from dpmp import _meshes
 from dpmp._typing import PyTree
 from dpmp.programs import bodies, interpreter, losses
 from dpmp.sources import Load
@@ -40,13 +39,7 @@ def _share_of_products(step: Step, state: TrainingState, batch: PyTree) -> str:
     """How many products of the loss a policy of 16 bits has, if it has not all."""
     if step.policy.compute_dtype.itemsize > 2:
         return ""
-
-    def example_args(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        one = jax.tree.map(lambda x: x[:1], batch)
-        return step.policy.cast_to_compute(params), step.policy.cast_inputs(one)
-
-    args = jax.eval_shape(example_args, *_meshes.shapes((state.params, batch)))
-    keys = (jax.random.key(0),) if step.uses_prng_key else ()
-    jaxpr, _ = interpreter.trace(step.loss_fn, *args, *keys)
+    args = step.loss_shapes(state, batch, rows=slice(1))
+    jaxpr, _ = interpreter.trace(step.loss_fn, *args)
     narrow = losses.are_narrow(bodies.equations(jaxpr.jaxpr))
     return "" if all(narrow) else f" ({sum(narrow)} of {len(narrow)} products)"

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from dpmp import _meshes, _validate
@@ -98,14 +97,15 @@ class Step:
 
         `spec_of` returns the partition spec of such an array.
         """
-
-        def example_args(state, batch):
-            return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
-
-        args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
-        keys = [jax.eval_shape(_model_key, np.zeros(4, np.uint32))]
-        keys = keys if self.uses_prng_key else []
         policy, mechanism = self.policy, self.mechanism
+        args = self.loss_shapes(state, batch, rows=slice(1))
+        drawn = jax.eval_shape(self._drawn, state.step, state.params)
+        checked_fn = losses.with_checked_result(self.loss_fn)
+
+        def loss_fn(*inputs):
+            given, drawn = inputs[: len(args)], inputs[len(args) :]
+            return policy.in_product_precision(checked_fn, *drawn)(*given)
+
         check = functools.partial(
             losses.check_program,
             params=[
@@ -118,23 +118,21 @@ class Step:
             float32_paths=() if policy.stochastic_rounding else policy.float32_paths,
             num_examples=None if mechanism.hides_size else mechanism.num_examples,
         )
-        loss_fn, drawn = self._loss_in_product_precision(state)
         of_params = jax.tree.map(_meshes.spec_of, state.params)
         # Per-example gradients take more memory than all parameters do.
-        is_lean = self.mechanism.method == "book_keeping"
+        is_lean = mechanism.method == "book_keeping"
         arg_specs = [x if is_lean else jax.P() for x in jax.tree.leaves(of_params)]
         hoist = functools.partial(
             transformations.hoist_constants,
             loss_fn,
             *args,
-            *keys,
             *drawn,
             check=check,
             spec_of=spec_of,
             arg_specs=arg_specs,
         )
         with losses.explained(args[1], policy.compute_dtype):
-            loss_fn, constants, specs = _meshes.traced_outside(hoist)
+            hoisted, constants, specs = _meshes.traced_outside(hoist)
 
         axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
         mesh = _meshes.mesh_of((batch, state))
@@ -142,7 +140,7 @@ class Step:
         shards = Shards(axes, of_params, {"constants": specs, "drawn": of_drawn})
 
         def loss(*args, constants, drawn):
-            return loss_fn(constants, *args, *drawn)
+            return hoisted(constants, *args, *drawn)
 
         def step(state, keys, batch, is_padding, past, constants):
             """Makes one step under tracing; see docs/architecture.md."""
@@ -189,18 +187,37 @@ class Step:
 
     def microbatch_size(self, state: TrainingState, batch: PyTree) -> int:
         """The number of examples that are processed at a time, from shapes alone."""
-        keys = (jax.random.key(0),) if self.uses_prng_key else ()
-        prng_argnum = 2 if self.uses_prng_key else None
-        args = jax.eval_shape(self._loss_args, *_meshes.shapes((state, batch)))
         grad_fn = self.mechanism.clipped_grad(
-            self.loss_fn, clip_norm=state.clip_norm, prng_argnum=prng_argnum
+            self.loss_fn, clip_norm=state.clip_norm, prng_argnum=self._prng_argnum
         )
-        return grad_fn.microbatch_size(*args, *keys)
+        return grad_fn.microbatch_size(*self.loss_shapes(state, batch))
 
-    def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """The arguments of the loss: parameters and batch in the compute dtype."""
+    @property
+    def _prng_argnum(self) -> int | None:
+        return 2 if self.uses_prng_key else None
+
+    def loss_shapes(
+        self, state: TrainingState, batch: PyTree, rows: slice = slice(None)
+    ) -> list[Any]:
+        """The shapes of the arguments of the loss, for some rows of a batch."""
+
+        def args(state, batch, words):
+            rows_of_batch = jax.tree.map(lambda x: x[rows], batch)
+            return self._loss_args(state, rows_of_batch, words)
+
+        words = jax.ShapeDtypeStruct((4,), jnp.uint32)
+        return jax.eval_shape(args, *_meshes.shapes((state, batch)), words)
+
+    def _loss_args(
+        self, state: TrainingState, batch: PyTree, model_words: jax.Array
+    ) -> list[Any]:
+        """The arguments of the loss: parameters and batch in the compute dtype, a key.
+
+        A cast inside the loss would return the gradients in float32.
+        """
         policy = self.policy
-        return policy.cast_to_compute(state.params), policy.cast_inputs(batch)
+        args = [policy.cast_to_compute(state.params), policy.cast_inputs(batch)]
+        return [*args, _model_key(model_words)] if self.uses_prng_key else args
 
     def _sum_sensitive(
         self,
@@ -221,13 +238,10 @@ class Step:
             counts_overflows=True,
             return_values=True,
             return_grad_norms=True,
-            prng_argnum=2 if self.uses_prng_key else None,
+            prng_argnum=self._prng_argnum,
             spmd_axis_name=shards,
         )
-        # A cast inside the loss would return the gradients in float32.
-        args = self._loss_args(state, batch)
-        if self.uses_prng_key:
-            args = (*args, _model_key(model_words))
+        args = self._loss_args(state, batch, model_words)
         specs: Any = shards.kwarg_specs
         constants = frozen.with_parts(constants, args[0], specs["constants"])
         drawn = self._drawn(state.step, args[0])
@@ -239,20 +253,6 @@ class Step:
         """What a policy draws for a step, as further arguments of the loss."""
         drawn = self.policy.draw_rounded(step, params)
         return [] if drawn is None else [drawn]
-
-    def _loss_in_product_precision(
-        self, state: TrainingState
-    ) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
-        """The loss under the policy, and the shapes of its further arguments."""
-        fun = losses.with_checked_result(self.loss_fn)
-        drawn = jax.eval_shape(self._drawn, state.step, state.params)
-        if not drawn:
-            return self.policy.in_product_precision(fun), []
-
-        def loss_fn(*args):
-            return self.policy.in_product_precision(fun, args[-1])(*args[:-1])
-
-        return loss_fn, drawn
 
     def _release(
         self, released: Released, update_words: jax.Array, state: TrainingState
