@@ -224,15 +224,15 @@ class RunDirectory:
 
     def _facts_of_whole(self, path: pathlib.Path) -> dict[str, Any] | None:
         """The facts of a checkpoint, or None if its files are damaged."""
-        try:
-            facts = json.loads((path / _FACTS).read_text())
-            record = self._ledger.releases.get(facts["nonce"])
-            copy = (path / _ledger.NAME).read_bytes()
-        except (KeyError, RecursionError, TypeError, ValueError, *_NO_FILE):
+        facts, copy = _facts_of(path), path / _ledger.NAME
+        if facts is None or not copy.is_file():
             return None
+        record = self._ledger.releases.get(facts["nonce"])
         if record is not None and digest_of_tree(path) != record.digest:
             return None
-        is_whole = record is not None and self._ledger.copy().startswith(copy)
+        is_whole = record is not None and self._ledger.copy().startswith(
+            copy.read_bytes()
+        )
         _require_new_ledger(is_whole, path)
         return facts
 
@@ -247,14 +247,14 @@ def ledger_of(directory: pathlib.Path) -> Ledger:
         )
     # They are read before the ledger, to which a run may add just now.
     found = [
-        (x, read_if_any(x / _ledger.NAME), _nonce_of(x))
+        (x, read_if_any(x / _ledger.NAME), _facts_of(x))
         for x in sorted((directory / CHECKPOINTS).glob("*"))
     ]
     ledger = Ledger(directory)
     whole, releases = ledger.copy(), ledger.releases
-    for path, copy, nonce in found:
-        is_new = whole.startswith(copy) and (nonce is None or nonce in releases)
-        _require_new_ledger(is_new, path)
+    for path, copy, facts in found:
+        is_known = facts is None or facts["nonce"] in releases
+        _require_new_ledger(is_known and whole.startswith(copy), path)
     return ledger
 
 
@@ -264,11 +264,13 @@ def has_files_of(directory: pathlib.Path, record: Record) -> bool | None:
     return digest_of_tree(checkpoint) == record.digest if checkpoint.is_dir() else None
 
 
-def _nonce_of(checkpoint: pathlib.Path) -> str | None:
+def _facts_of(checkpoint: pathlib.Path) -> dict[str, Any] | None:
+    """The facts of a checkpoint, or None if they are damaged."""
     try:
-        return json.loads((checkpoint / _FACTS).read_text())["nonce"]
+        facts = json.loads((checkpoint / _FACTS).read_text())
+        return facts if isinstance(facts["nonce"], str) else None
     except (KeyError, RecursionError, TypeError, ValueError, *_NO_FILE):
-        return None  # it is damaged
+        return None
 
 
 def _require_new_ledger(is_new: bool, checkpoint: pathlib.Path) -> None:
@@ -285,15 +287,12 @@ def _require_new_ledger(is_new: bool, checkpoint: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def opened(
-    directory: str | os.PathLike[str] | None, *, delta: float | None = None
-) -> Iterator[RunDirectory | None]:
+    directory: str | os.PathLike[str], *, delta: float | None = None
+) -> Iterator[RunDirectory]:
     """Opens the directory of a run; the first of several processes locks it.
 
     Records of the ledger say that the run was planned for `delta`.
     """
-    if directory is None:
-        yield None
-        return
     path = checked_path(directory)
     of_run = path.name == CHECKPOINTS and (path.parent / _ledger.NAME).exists()
     if of_run or (path / _FACTS).exists():

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpmp import _meshes, _validate
+from dpmp import _meshes, _validate, runs
 from dpmp._arrays import as_device_dtypes
 from dpmp._meshes import places, strongly_typed
 from dpmp._typing import PyTree
@@ -24,7 +24,6 @@ from dpmp.noise_addition import NoiseState, first_past
 from dpmp.precision import Policy
 from dpmp.programs import frozen, losses, transformations
 from dpmp.strategies import BandedInverse
-from dpmp.training._checks import check_same_types
 from dpmp.training._state import TrainingState
 
 # The names of the secret keys that a step takes from its ticket.
@@ -156,7 +155,14 @@ class Step:
             noisy, next_noise = privatizer.update(total, noise_state)
             released = self.mechanism.split(noisy, clip_norm=state.clip_norm)
             new_state = self._release(released, keys["update"], state)
-            check_same_types(state, new_state)
+            # Otherwise no checkpoint of the run could be restored.
+            runs.check_same_types(
+                "an optimizer must return parameters and a state of the shapes and "
+                "dtypes that it was given. Make its state in `init` as `update` "
+                "returns it.",
+                given=runs.types_of(state),
+                returned=runs.types_of(new_state),
+            )
             outputs = sensitive.values, sensitive.grad_norms
             return new_state, outputs, cast("NoiseState", next_noise).past
 
