@@ -31,9 +31,8 @@ from dpmp.accounting import round_up
 from dpmp.sources import Load, prefetched
 from dpmp.training._account import Account, LastStep, newest, past_of
 from dpmp.training._checks import Options, as_public, is_used_up
-from dpmp.training._first_line import first_line
 from dpmp.training._programs import Programs
-from dpmp.training._report import TIMES, Report, finite
+from dpmp.training._report import TIMES, Report, finite, first_line
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._stops import Signals, add_note, clear_frames, warn_of_exit
 from dpmp.training._tickets import Batch, Root, draw_batch, draw_tickets
@@ -59,10 +58,7 @@ class Loop:
         root: Root | None,
         last_step: LastStep,
     ):
-        """Prepares to go on from a state, or from a later one in the directory.
-
-        `root` is passed to `draw_tickets`. `last_step` has failed steps to pay for.
-        """
+        """Prepares to go on from a state, or from a later one in the directory."""
         self._programs, self._load, self._root = programs, load, root
         self._directory, self._signals, self._options = directory, signals, options
         self._last_step, self._process = last_step, os.getpid()
@@ -97,7 +93,6 @@ class Loop:
                 "evaluate on the way, pass a callback to one call of fit. "
                 f"{_LARGER}"
             )
-        # A directory may have a later state.
         self._stop = max(account.start, min(options.stop, account.end))
         self._every = 1 if directory is None else options.every
         self._account, self._state = account, state._replace(spent=None)
@@ -176,13 +171,8 @@ class Loop:
     def stopped(self, error: BaseException) -> TrainingState | None:
         """Pays for steps that an error may reveal, and saves the state, if possible.
 
-        Adds notes to the error.
-
-        Returns:
-          The state after the last complete step, or None if it is lost.
-
-        Raises:
-          Exception: if the ledger could not be written. Raise it in place of the error.
+        Adds notes to the error. Returns the state after the last complete step, or None
+        if it is lost. An exception that this raises must take the place of the error.
         """
         clear_frames(error)
         self._past = None  # the error's frames lead to this loop
@@ -300,10 +290,7 @@ class Loop:
             self._paid = stop
 
     def _save(self) -> list[dict[str, Any]]:
-        """Releases the steps since the last checkpoint by a new one, with its metrics.
-
-        Returns the lines of metrics.
-        """
+        """Releases the steps since the last checkpoint, and returns their metrics."""
         lines = self._report.take_lines()
         if self._directory is None:
             return lines
