@@ -10,6 +10,7 @@ from dpmp.mechanism._privacy_cost import POISSON, SAMPLINGS, ComputedProbability
 from dpmp.numerics import default_arithmetic, default_method
 from dpmp.strategies import BandedInverse, BandedToeplitz
 
+_optional_size = _validate.optional(_validate.positive_integer)
 # The check of each field, and the fix that its error message names.
 _CHECKS = {
     "num_examples": (_validate.positive_integer, "Count the examples to train on."),
@@ -17,14 +18,15 @@ _CHECKS = {
     "iterations": (_validate.positive_integer, "Or use DPSGD.from_epochs(epochs=3)."),
     "num_parameters": (_validate.positive_integer, "Count the parameters to train."),
     "rescale_to_unit_norm": (_validate.boolean, "Leave it out for False."),
-    "noise_multiplier": (_validate.nonnegative, "Leave it out and call calibrate."),
-    "truncated_batch_size": (_validate.positive_integer, "Use 32, or None."),
-    "microbatch_size": (_validate.positive_integer, "Use 32, or None."),
+    "noise_multiplier": (
+        _validate.optional(_validate.nonnegative),
+        "Leave it out and call calibrate.",
+    ),
+    "truncated_batch_size": (_optional_size, "Use 32, or None."),
+    "microbatch_size": (_optional_size, "Use 32, or None."),
 }
 # The noise on the number of overflows has 2^14 times as many units, of 2^26 at most.
 _WIDEST_NOISE = 2048
-
-_MAY_BE_NONE = ("noise_multiplier", "truncated_batch_size", "microbatch_size")
 
 
 class Default(str):
@@ -103,7 +105,6 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
     checked: dict[str, Any] = {
         name: check(**{name: getattr(mechanism, name)}, fix=fix)
         for name, (check, fix) in _CHECKS.items()
-        if name not in _MAY_BE_NONE or getattr(mechanism, name) is not None
     }
     if mechanism.delta is not None:
         checked["delta"] = accounting.check_delta(mechanism.delta)

@@ -48,10 +48,7 @@ def check_same_types(required: str, **types: dict[str, str]) -> None:
 
 
 def read(folder: pathlib.Path, like: PyTree, saved: dict[str, str]) -> PyTree:
-    """Reads arrays with the types and shardings of a state.
-
-    `saved` is the result of `types_of` for the arrays that were written.
-    """
+    """Reads arrays like those of a state; `saved` has the types that were written."""
     check_same_types(
         "the state must have the arrays of the checkpoint. Build the model and the "
         "trainer as they were, or use another directory, which is charged as well.",

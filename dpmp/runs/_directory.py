@@ -42,7 +42,7 @@ from dpmp.runs._ledger import Ledger, Record
 from dpmp.runs._spent import Segment, Spent
 
 _FACTS = "facts.json"
-_RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes
+_RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes, for a ledger's line
 _NO_FILE = FileNotFoundError, IsADirectoryError, NotADirectoryError
 
 
@@ -65,10 +65,7 @@ class RunDirectory:
         return sorted(int(x) for x in names if x.isdecimal() and x == str(int(x)))
 
     def recover(self) -> None:
-        """Finishes a release that was interrupted, or removes a pending checkpoint.
-
-        Reserves disk space for one more line of the ledger.
-        """
+        """Finishes a release that was interrupted, or removes a pending checkpoint."""
         flags = os.O_WRONLY | os.O_CREAT
         with files_required("a run must be able to write into its directory"):
             with _files.open_file(self.path / _RESERVE, flags) as descriptor:
@@ -88,11 +85,9 @@ class RunDirectory:
     def newest(
         self, like: PyTree, made: int = 0
     ) -> tuple[PyTree, dict[str, Any]] | None:
-        """Reads the newest checkpoint that is whole, with its facts; None without any.
+        """Reads the newest whole checkpoint as `like`, and its facts; None without any.
 
-        Args:
-          like: a state with the structure, shapes, dtypes and shardings to restore.
-          made: if no checkpoint has more steps than this, the run goes on after these.
+        If it has no more steps than `made`, the run goes on after these.
         """
         with files_required("a run must be able to read its checkpoints"):
             found = self._newest(like)
@@ -139,10 +134,7 @@ class RunDirectory:
     def release(
         self, state: PyTree, segment: Segment, facts: dict[str, Any], *, keep: int = 3
     ) -> None:
-        """Releases a state and the steps before it; see the top of this file.
-
-        The newest `keep` checkpoints are kept, each with its facts, numbers and texts.
-        """
+        """Releases a state and the steps before it; see the top of this file."""
         nonce, types = random_id(), _arrays.types_of(state)
         facts = {"step": segment.stop, "nonce": nonce, **facts, "shapes": types}
 
@@ -289,10 +281,7 @@ def _require_new_ledger(is_new: bool, checkpoint: pathlib.Path) -> None:
 def opened(
     directory: str | os.PathLike[str], *, delta: float | None = None
 ) -> Iterator[RunDirectory]:
-    """Opens the directory of a run; the first of several processes locks it.
-
-    Records of the ledger say that the run was planned for `delta`.
-    """
+    """Opens the directory of a run; the first of several processes locks it."""
     path = checked_path(directory)
     of_run = path.name == CHECKPOINTS and (path.parent / _ledger.NAME).exists()
     if of_run or (path / _FACTS).exists():

@@ -44,11 +44,7 @@ class Account:
         directory: runs.RunDirectory | None = None,
         others: runs.Spent | None = None,
     ) -> "Account":
-        """The account of steps after a state, under a new id.
-
-        The steps that led to the state, the failed steps, and `others`, which someone
-        has seen too, are added to the ledger of the directory.
-        """
+        """The account of steps after a state, whose past the ledger gets; a new id."""
         past = past_of(mechanism, state).beside(failed)
         seen = before = past.beside(others or past)
         check_same_past(seen)
@@ -136,8 +132,8 @@ class LastStep:
 
     The id is continued only by the state that this step has returned, once, and in the
     same process. So a state that is continued twice, in two threads or by a copy of the
-    trainer, gets two ids, and both ways count. It also has the failed steps that no
-    state has paid for yet: the next state pays, because their errors have been seen.
+    trainer, gets two ids, and both ways count. The next state also pays for failed
+    steps, because their errors have been seen.
     """
 
     def __init__(self):
@@ -191,13 +187,11 @@ class LastStep:
 
     @contextlib.contextmanager
     def charging(self, mechanism: DPSGD, state: TrainingState) -> Iterator[None]:
-        """Charges a step that fails in the block, and clears the error's variables.
-
-        The step is charged before, so that no second error can prevent that.
-        """
+        """Charges a step that fails in the block, and clears the error's variables."""
         id_, step, cost = _processes.random_id(), int(state.step), mechanism.step_cost
         self._running[id_] = threading.get_ident()
-        # No state has this step: it was planned alone, beside those of every state.
+        # It is charged before, so that no second error can prevent that. No state has
+        # it: it was planned alone, beside the steps of every state.
         self.fail(runs.Segment(id=id_, start=step, stop=step + 1, planned=1, cost=cost))
         try:
             yield
@@ -229,12 +223,10 @@ def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:
 def newest(
     state: TrainingState, directory: runs.RunDirectory | None
 ) -> tuple[TrainingState, list[dict[str, Any]], int | None]:
-    """The state, or the newest checkpoint if it has more steps.
+    """The state, or the newest checkpoint if it has more steps; its metrics; a number.
 
-    Returns:
-      The state, the metrics of its checkpoint, and the number of steps of the newest
-      checkpoint, 0 without any. The number is None if this checkpoint has another state
-      of as many steps.
+    That is the number of steps of the newest checkpoint: 0 without any, and None if it
+    has another state of as many steps.
     """
     step = int(state.step)
     found = directory and directory.newest(state._replace(spent=None), step)
