@@ -6,7 +6,7 @@ import jax
 
 from dpmp import _validate, accounting
 from dpmp._validate import as_real
-from dpmp.mechanism._privacy_cost import POISSON, SAMPLINGS, ComputedProbability
+from dpmp.mechanism._privacy_cost import POISSON, SAMPLINGS
 from dpmp.numerics import default_arithmetic, default_method
 from dpmp.strategies import BandedInverse, BandedToeplitz
 
@@ -34,6 +34,10 @@ class Default(str):
 
     `dataclasses.replace` passes it on, and then it is chosen for the new fields.
     """
+
+
+class ComputedProbability(float):
+    """A `sampling_prob` that was computed from other fields; as `Default`."""
 
 
 def chosen_names(mechanism: Any) -> dict[str, str]:

@@ -29,13 +29,6 @@ POISSON = "poisson"
 SAMPLINGS = POISSON, "random_allocation"
 
 
-class ComputedProbability(float):
-    """A sampling probability that was computed from the sizes of batch and dataset.
-
-    `dataclasses.replace` passes it on, and then it is computed from the new sizes.
-    """
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivacyCost:
     """The quantities that determine the privacy cost of one step; see `DPSGD`."""

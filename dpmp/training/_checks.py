@@ -169,8 +169,8 @@ def _is_real_scalar(x: Any) -> bool:
 
 def is_used_up(state: Any) -> bool:
     """Whether a step has reused arrays of a state, or somebody has deleted them."""
-    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
-    return any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in arrays)
+    leaves = jax.tree.leaves(state)
+    return any(x.is_deleted() for x in leaves if isinstance(x, jax.Array))
 
 
 def check_is_state(state: Any) -> None:

@@ -193,14 +193,11 @@ class Step:
 
     def microbatch_size(self, state: TrainingState, batch: PyTree) -> int:
         """The number of examples that are processed at a time, from shapes alone."""
+        argnum = 2 if self.uses_prng_key else None
         grad_fn = self.mechanism.clipped_grad(
-            self.loss_fn, clip_norm=state.clip_norm, prng_argnum=self._prng_argnum
+            self.loss_fn, clip_norm=state.clip_norm, prng_argnum=argnum
         )
         return grad_fn.microbatch_size(*self.loss_shapes(state, batch))
-
-    @property
-    def _prng_argnum(self) -> int | None:
-        return 2 if self.uses_prng_key else None
 
     def loss_shapes(
         self, state: TrainingState, batch: PyTree, rows: slice = slice(None)
@@ -223,7 +220,9 @@ class Step:
         """
         policy = self.policy
         args = [policy.cast_to_compute(state.params), policy.cast_inputs(batch)]
-        return [*args, _model_key(model_words)] if self.uses_prng_key else args
+        if self.uses_prng_key:  # of jax's default generator
+            args += [jax.random.wrap_key_data(model_words[:2], impl="threefry2x32")]
+        return args
 
     def _sum_sensitive(
         self,
@@ -244,7 +243,7 @@ class Step:
             counts_overflows=True,
             return_values=True,
             return_grad_norms=True,
-            prng_argnum=self._prng_argnum,
+            prng_argnum=2 if self.uses_prng_key else None,
             spmd_axis_name=shards,
         )
         args = self._loss_args(state, batch, model_words)
@@ -325,8 +324,3 @@ def _explained(call: str) -> Iterator[None]:
             "(optax.lookahead) needs a training loop of its own: docs/recipes.md."
         )
         raise
-
-
-def _model_key(words: Any) -> jax.Array:
-    """The key of a loss, for jax's default generator."""
-    return jax.random.wrap_key_data(words[:2], impl="threefry2x32")
