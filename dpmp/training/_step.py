@@ -96,50 +96,8 @@ class Step:
 
         `spec_of` returns the partition spec of such an array.
         """
-        policy, mechanism = self.policy, self.mechanism
-        args = self.loss_shapes(state, batch, rows=slice(1))
-        drawn = jax.eval_shape(self._drawn, state.step, state.params)
-        checked_fn = losses.with_checked_result(self.loss_fn)
-
-        def loss_fn(*inputs):
-            given, drawn = inputs[: len(args)], inputs[len(args) :]
-            return policy.in_product_precision(checked_fn, *drawn)(*given)
-
-        check = functools.partial(
-            losses.check_program,
-            params=[
-                jax.tree_util.keystr(path)
-                for path, _ in jax.tree_util.tree_leaves_with_path(args[0])
-            ],
-            num_columns=len(jax.tree.leaves(args[1])),
-            takes_key=self.uses_prng_key,
-            compute_dtype=policy.compute_dtype,
-            float32_paths=() if policy.stochastic_rounding else policy.float32_paths,
-            num_examples=None if mechanism.hides_size else mechanism.num_examples,
-        )
-        of_params = jax.tree.map(_meshes.spec_of, state.params)
-        # Per-example gradients take more memory than all parameters do.
-        is_lean = mechanism.method == "book_keeping"
-        arg_specs = [x if is_lean else jax.P() for x in jax.tree.leaves(of_params)]
-        hoist = functools.partial(
-            transformations.hoist_constants,
-            loss_fn,
-            *args,
-            *drawn,
-            check=check,
-            spec_of=spec_of,
-            arg_specs=arg_specs,
-        )
-        with losses.explained(args[1], policy.compute_dtype):
-            hoisted, constants, specs = _meshes.traced_outside(hoist)
-
-        axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
+        loss, constants, shards = self._hoisted(state, batch, spec_of)
         mesh = _meshes.mesh_of((batch, state))
-        of_drawn = [jax.P()] * len(drawn)
-        shards = Shards(axes, of_params, {"constants": specs, "drawn": of_drawn})
-
-        def loss(*args, constants, drawn):
-            return hoisted(constants, *args, *drawn)
 
         def step(state, keys, batch, is_padding, past, constants):
             """Makes one step under tracing; see docs/architecture.md."""
@@ -180,6 +138,56 @@ class Step:
             out_shardings=(places(state), None, self._places_of_past(state)),
         )
         return program, constants
+
+    def _hoisted(
+        self, state: TrainingState, batch: PyTree, spec_of: Callable[[Any], jax.P]
+    ) -> tuple[Callable[..., jax.Array], list[Any], Shards]:
+        """The loss with `constants` and `drawn`, the constants, and where rows are."""
+        policy, mechanism = self.policy, self.mechanism
+        args = self.loss_shapes(state, batch, rows=slice(1))
+        drawn = jax.eval_shape(self._drawn, state.step, state.params)
+        checked_fn = losses.with_checked_result(self.loss_fn)
+
+        def loss_fn(*inputs):
+            given, drawn = inputs[: len(args)], inputs[len(args) :]
+            return policy.in_product_precision(checked_fn, *drawn)(*given)
+
+        check = functools.partial(
+            losses.check_program,
+            params=[
+                jax.tree_util.keystr(path)
+                for path, _ in jax.tree_util.tree_leaves_with_path(args[0])
+            ],
+            num_columns=len(jax.tree.leaves(args[1])),
+            takes_key=self.uses_prng_key,
+            compute_dtype=policy.compute_dtype,
+            float32_paths=() if policy.stochastic_rounding else policy.float32_paths,
+            num_examples=None if mechanism.hides_size else mechanism.num_examples,
+        )
+        of_params = jax.tree.map(_meshes.spec_of, state.params)
+        # Per-example gradients take more memory than all parameters do.
+        is_lean = mechanism.method == "book_keeping"
+        arg_specs = [x if is_lean else jax.P() for x in jax.tree.leaves(of_params)]
+        hoist = functools.partial(
+            transformations.hoist_constants,
+            loss_fn,
+            *args,
+            *drawn,
+            check=check,
+            spec_of=spec_of,
+            arg_specs=arg_specs,
+        )
+        with losses.explained(args[1], policy.compute_dtype):
+            hoisted, constants, specs = _meshes.traced_outside(hoist)
+
+        axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
+        of_drawn = [jax.P()] * len(drawn)
+        shards = Shards(axes, of_params, {"constants": specs, "drawn": of_drawn})
+
+        def loss(*args, constants, drawn):
+            return hoisted(constants, *args, *drawn)
+
+        return loss, constants, shards
 
     def lower(self, state: TrainingState, batch: PyTree) -> jax.stages.Lowered:
         """The program for a state and a batch, or for their shapes."""
