@@ -73,26 +73,7 @@ class Loop:
         if directory is not None and options.epsilon_budget is not None:
             directory.check_delta()
         account = account.within(options.stop, options.epsilon_budget)
-        if {x.cost for x in account.before.segments} - {mechanism.step_cost}:
-            warn(
-                "this run goes on from steps of another mechanism, and epsilon covers "
-                "both. mechanism.statement() does not know of the other steps, so "
-                "publish trainer.guarantee(state) with the model."
-            )
-        epoch = mechanism.steps_per_epoch or 1
-        if account.start % epoch and account.start < options.stop:
-            warn(
-                f"the run goes on inside an epoch of random allocation, because step "
-                f"{account.start} is no multiple of {epoch}. The rest of this epoch is "
-                f"made of Poisson steps, which cost more. {_LARGER}"
-            )
-        if mechanism.has_correlated_noise and 0 < account.start < options.stop:
-            warn(
-                f"the run goes on after step {account.start} with a new sequence of "
-                "noise, which does not cancel the noise of the steps before. To "
-                "evaluate on the way, pass a callback to one call of fit. "
-                f"{_LARGER}"
-            )
+        _warn_of_past(account, options.stop)
         self._stop = max(account.start, min(options.stop, account.end))
         self._every = 1 if directory is None else options.every
         self._account, self._state = account, state._replace(spent=None)
@@ -332,6 +313,31 @@ class Loop:
     def _show(self, metrics: Mapping[str, Any], public: Mapping[str, float]) -> None:
         with self._signals.interruptible():  # it waits for the device
             self._report.show(self._started, self._state.step, metrics, public)
+
+
+def _warn_of_past(account: Account, stop: int) -> None:
+    """Warns of past steps that make epsilon larger than planned."""
+    mechanism = account.mechanism
+    if {x.cost for x in account.before.segments} - {mechanism.step_cost}:
+        warn(
+            "this run goes on from steps of another mechanism, and epsilon covers "
+            "both. mechanism.statement() does not know of the other steps, so "
+            "publish trainer.guarantee(state) with the model."
+        )
+    epoch, goes_on = mechanism.steps_per_epoch or 1, 0 < account.start < stop
+    if goes_on and account.start % epoch:
+        warn(
+            f"the run goes on inside an epoch of random allocation, because step "
+            f"{account.start} is no multiple of {epoch}. The rest of this epoch is "
+            f"made of Poisson steps, which cost more. {_LARGER}"
+        )
+    if goes_on and mechanism.has_correlated_noise:
+        warn(
+            f"the run goes on after step {account.start} with a new sequence of "
+            "noise, which does not cancel the noise of the steps before. To "
+            "evaluate on the way, pass a callback to one call of fit. "
+            f"{_LARGER}"
+        )
 
 
 def _step_of(state: TrainingState) -> int | None:
