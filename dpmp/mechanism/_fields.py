@@ -120,57 +120,64 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
             sampling=mechanism.sampling,
             fix=f"Use one of {SAMPLINGS}.",
         )
-    given = mechanism.sampling_prob
-    if given is None or isinstance(given, ComputedProbability):
-        sizes = {x: checked[x] for x in ("expected_batch_size", "num_examples")}
-        batch_size, num_examples = sizes.values()
-        if batch_size > num_examples:
-            _validate.fail(
-                "expected_batch_size must be at most num_examples",
-                **sizes,
-                fix="Use a smaller batch, unless num_examples counts something else "
-                "than examples: for a dict or tuple of arrays, `len` counts the "
-                "arrays.",
-            )
-        if batch_size < 1 and num_examples != 1:
-            _validate.fail(
-                "expected_batch_size must be a number of examples, and not a share of "
-                "them",
-                expected_batch_size=batch_size,
-                fix="For a share, use expected_batch_size=share * num_examples.",
-            )
-        # Only one of the groups takes part in a step.
-        prob = batch_size * mechanism.cycle_length / num_examples
-        if isinstance(mechanism.strategy, BandedInverse):
-            if mechanism.cycle_length != round(num_examples / batch_size):
-                _validate.fail(
-                    "steps_per_epoch of the strategy must be num_examples over "
-                    "expected_batch_size, rounded",
-                    **sizes,
-                    strategy=mechanism.strategy,
-                    fix=f"Use {round(num_examples / batch_size)} steps.",
-                )
-            prob = 1.0
-        if not prob <= 1:
-            _validate.fail(
-                "expected_batch_size must be at most num_examples over the bands",
-                **sizes,
-                strategy=mechanism.strategy,
-                fix="Use a smaller batch, or fewer bands.",
-            )
-        if mechanism.sampling != POISSON:
-            prob = 1 / round(1 / prob)  # an epoch has a whole number of steps
-        checked["sampling_prob"] = ComputedProbability(prob)
-    else:
-        prob = checked["sampling_prob"] = _validate.probability(
-            sampling_prob=given, fix="Use 0.01, for example, or leave it out."
-        )
-        if mechanism.sampling != POISSON and prob != 1 / round(1 / prob):
-            _validate.fail(
-                "for random allocation, sampling_prob must be 1 over the steps of an "
-                "epoch",
-                sampling_prob=prob,
-                fix="Use 1 / 100, for example, or leave it out.",
-            )
+    checked["sampling_prob"] = _checked_prob(mechanism, checked)
     accounting.check_relation(mechanism.neighboring_relation)
     return checked
+
+
+def _checked_prob(mechanism: Any, checked: dict[str, Any]) -> float:
+    """The sampling probability that is given, or computed from checked fields."""
+    given = mechanism.sampling_prob
+    if given is None or isinstance(given, ComputedProbability):
+        return ComputedProbability(_computed_prob(mechanism, checked))
+    prob = _validate.probability(
+        sampling_prob=given, fix="Use 0.01, for example, or leave it out."
+    )
+    if mechanism.sampling != POISSON and prob != 1 / round(1 / prob):
+        _validate.fail(
+            "for random allocation, sampling_prob must be 1 over the steps of an epoch",
+            sampling_prob=prob,
+            fix="Use 1 / 100, for example, or leave it out.",
+        )
+    return prob
+
+
+def _computed_prob(mechanism: Any, checked: dict[str, Any]) -> float:
+    sizes = {x: checked[x] for x in ("expected_batch_size", "num_examples")}
+    batch_size, num_examples = sizes.values()
+    if batch_size > num_examples:
+        _validate.fail(
+            "expected_batch_size must be at most num_examples",
+            **sizes,
+            fix="Use a smaller batch, unless num_examples counts something else "
+            "than examples: for a dict or tuple of arrays, `len` counts the "
+            "arrays.",
+        )
+    if batch_size < 1 and num_examples != 1:
+        _validate.fail(
+            "expected_batch_size must be a number of examples, and not a share of them",
+            expected_batch_size=batch_size,
+            fix="For a share, use expected_batch_size=share * num_examples.",
+        )
+    # Only one of the groups takes part in a step.
+    prob = batch_size * mechanism.cycle_length / num_examples
+    if isinstance(mechanism.strategy, BandedInverse):
+        if mechanism.cycle_length != round(num_examples / batch_size):
+            _validate.fail(
+                "steps_per_epoch of the strategy must be num_examples over "
+                "expected_batch_size, rounded",
+                **sizes,
+                strategy=mechanism.strategy,
+                fix=f"Use {round(num_examples / batch_size)} steps.",
+            )
+        prob = 1.0
+    if not prob <= 1:
+        _validate.fail(
+            "expected_batch_size must be at most num_examples over the bands",
+            **sizes,
+            strategy=mechanism.strategy,
+            fix="Use a smaller batch, or fewer bands.",
+        )
+    if mechanism.sampling != POISSON:
+        prob = 1 / round(1 / prob)  # an epoch has a whole number of steps
+    return prob
