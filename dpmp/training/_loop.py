@@ -75,7 +75,6 @@ class Loop:
         account = account.within(options.stop, options.epsilon_budget)
         _warn_of_past(account, options.stop)
         self._stop = max(account.start, min(options.stop, account.end))
-        self._every = 1 if directory is None else options.every
         self._account, self._state = account, state._replace(spent=None)
         self._started = self._paid = account.start  # steps started; in the ledger
         self._is_saving = False
@@ -262,7 +261,8 @@ class Loop:
                 callback(SensitiveOutputs(*outputs, is_padding))
 
     def _end_of_block(self) -> int:
-        return min(self._stop, -(-self._started // self._every) * self._every)
+        every = 1 if self._directory is None else self._options.every
+        return min(self._stop, -(-self._started // every) * every)
 
     def _pay(self, stop: int) -> None:
         """Puts steps into the ledger before anything that depends on them is seen."""

@@ -270,11 +270,11 @@ class SpentPrivacy:
     def __init__(self, mechanism: DPSGD, last: int, epsilon: Callable[[int], float]):
         """`epsilon` is a function of a number of steps, up to `last`."""
         start = time.monotonic()
-        self._epsilon, self._known, self._text = epsilon, {}, ""
+        self._epsilon, self._known = epsilon, {}
         if not mechanism.is_private:
-            self._text = self.at_end = "no privacy"
+            self.at_end = "no privacy"
         elif mechanism.delta is None:
-            self._text = self.at_end = "epsilon not shown without a delta"
+            self.at_end = "epsilon not shown without a delta"
         else:
             self._known[last] = epsilon(last)
             self._final = round_up(self._known[last])
@@ -285,8 +285,8 @@ class SpentPrivacy:
 
     def describe(self, step: int) -> str:
         """A text: the epsilon spent after some steps, and the epsilon of the run."""
-        if self._text:
-            return self._text
+        if not self._known:
+            return self.at_end
         epsilon = self.epsilon(step)
         if epsilon is None:
             return f"epsilon below {self._final}"
@@ -294,7 +294,7 @@ class SpentPrivacy:
 
     def epsilon(self, step: int) -> float | None:
         """The epsilon that is spent after a number of steps, if it is known."""
-        if self._text:
+        if not self._known:
             return None
         elapsed = time.monotonic() - self._start
         is_quick = self._seconds + self._largest <= _SHARE_OF_TIME * elapsed
