@@ -6,10 +6,11 @@ import jax
 
 from dpmp import _validate, accounting
 from dpmp._validate import as_real
-from dpmp.mechanism._privacy_cost import POISSON, SAMPLINGS, ComputedProbability
+from dpmp.mechanism._privacy_cost import POISSON, SAMPLINGS
 from dpmp.numerics import default_arithmetic, default_method
 from dpmp.strategies import BandedInverse, BandedToeplitz
 
+_optional_size = _validate.optional(_validate.positive_integer)
 # The check of each field, and the fix that its error message names.
 _CHECKS = {
     "num_examples": (_validate.positive_integer, "Count the examples to train on."),
@@ -17,14 +18,15 @@ _CHECKS = {
     "iterations": (_validate.positive_integer, "Or use DPSGD.from_epochs(epochs=3)."),
     "num_parameters": (_validate.positive_integer, "Count the parameters to train."),
     "rescale_to_unit_norm": (_validate.boolean, "Leave it out for False."),
-    "noise_multiplier": (_validate.nonnegative, "Leave it out and call calibrate."),
-    "truncated_batch_size": (_validate.positive_integer, "Use 32, or None."),
-    "microbatch_size": (_validate.positive_integer, "Use 32, or None."),
+    "noise_multiplier": (
+        _validate.optional(_validate.nonnegative),
+        "Leave it out and call calibrate.",
+    ),
+    "truncated_batch_size": (_optional_size, "Use 32, or None."),
+    "microbatch_size": (_optional_size, "Use 32, or None."),
 }
 # The noise on the number of overflows has 2^14 times as many units, of 2^26 at most.
 _WIDEST_NOISE = 2048
-
-_MAY_BE_NONE = ("noise_multiplier", "truncated_batch_size", "microbatch_size")
 
 
 class Default(str):
@@ -32,6 +34,10 @@ class Default(str):
 
     `dataclasses.replace` passes it on, and then it is chosen for the new fields.
     """
+
+
+class ComputedProbability(float):
+    """A `sampling_prob` that was computed from other fields; as `Default`."""
 
 
 def chosen_names(mechanism: Any) -> dict[str, str]:
@@ -103,7 +109,6 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
     checked: dict[str, Any] = {
         name: check(**{name: getattr(mechanism, name)}, fix=fix)
         for name, (check, fix) in _CHECKS.items()
-        if name not in _MAY_BE_NONE or getattr(mechanism, name) is not None
     }
     if mechanism.delta is not None:
         checked["delta"] = accounting.check_delta(mechanism.delta)
@@ -115,57 +120,64 @@ def checked_fields(mechanism: Any) -> dict[str, Any]:
             sampling=mechanism.sampling,
             fix=f"Use one of {SAMPLINGS}.",
         )
-    given = mechanism.sampling_prob
-    if given is None or isinstance(given, ComputedProbability):
-        sizes = {x: checked[x] for x in ("expected_batch_size", "num_examples")}
-        batch_size, num_examples = sizes.values()
-        if batch_size > num_examples:
-            _validate.fail(
-                "expected_batch_size must be at most num_examples",
-                **sizes,
-                fix="Use a smaller batch, unless num_examples counts something else "
-                "than examples: for a dict or tuple of arrays, `len` counts the "
-                "arrays.",
-            )
-        if batch_size < 1 and num_examples != 1:
-            _validate.fail(
-                "expected_batch_size must be a number of examples, and not a share of "
-                "them",
-                expected_batch_size=batch_size,
-                fix="For a share, use expected_batch_size=share * num_examples.",
-            )
-        # Only one of the groups takes part in a step.
-        prob = batch_size * mechanism.cycle_length / num_examples
-        if isinstance(mechanism.strategy, BandedInverse):
-            if mechanism.cycle_length != round(num_examples / batch_size):
-                _validate.fail(
-                    "steps_per_epoch of the strategy must be num_examples over "
-                    "expected_batch_size, rounded",
-                    **sizes,
-                    strategy=mechanism.strategy,
-                    fix=f"Use {round(num_examples / batch_size)} steps.",
-                )
-            prob = 1.0
-        if not prob <= 1:
-            _validate.fail(
-                "expected_batch_size must be at most num_examples over the bands",
-                **sizes,
-                strategy=mechanism.strategy,
-                fix="Use a smaller batch, or fewer bands.",
-            )
-        if mechanism.sampling != POISSON:
-            prob = 1 / round(1 / prob)  # an epoch has a whole number of steps
-        checked["sampling_prob"] = ComputedProbability(prob)
-    else:
-        prob = checked["sampling_prob"] = _validate.probability(
-            sampling_prob=given, fix="Use 0.01, for example, or leave it out."
-        )
-        if mechanism.sampling != POISSON and prob != 1 / round(1 / prob):
-            _validate.fail(
-                "for random allocation, sampling_prob must be 1 over the steps of an "
-                "epoch",
-                sampling_prob=prob,
-                fix="Use 1 / 100, for example, or leave it out.",
-            )
+    checked["sampling_prob"] = _checked_prob(mechanism, checked)
     accounting.check_relation(mechanism.neighboring_relation)
     return checked
+
+
+def _checked_prob(mechanism: Any, checked: dict[str, Any]) -> float:
+    """The sampling probability that is given, or computed from checked fields."""
+    given = mechanism.sampling_prob
+    if given is None or isinstance(given, ComputedProbability):
+        return ComputedProbability(_computed_prob(mechanism, checked))
+    prob = _validate.probability(
+        sampling_prob=given, fix="Use 0.01, for example, or leave it out."
+    )
+    if mechanism.sampling != POISSON and prob != 1 / round(1 / prob):
+        _validate.fail(
+            "for random allocation, sampling_prob must be 1 over the steps of an epoch",
+            sampling_prob=prob,
+            fix="Use 1 / 100, for example, or leave it out.",
+        )
+    return prob
+
+
+def _computed_prob(mechanism: Any, checked: dict[str, Any]) -> float:
+    sizes = {x: checked[x] for x in ("expected_batch_size", "num_examples")}
+    batch_size, num_examples = sizes.values()
+    if batch_size > num_examples:
+        _validate.fail(
+            "expected_batch_size must be at most num_examples",
+            **sizes,
+            fix="Use a smaller batch, unless num_examples counts something else "
+            "than examples: for a dict or tuple of arrays, `len` counts the "
+            "arrays.",
+        )
+    if batch_size < 1 and num_examples != 1:
+        _validate.fail(
+            "expected_batch_size must be a number of examples, and not a share of them",
+            expected_batch_size=batch_size,
+            fix="For a share, use expected_batch_size=share * num_examples.",
+        )
+    # Only one of the groups takes part in a step.
+    prob = batch_size * mechanism.cycle_length / num_examples
+    if isinstance(mechanism.strategy, BandedInverse):
+        if mechanism.cycle_length != round(num_examples / batch_size):
+            _validate.fail(
+                "steps_per_epoch of the strategy must be num_examples over "
+                "expected_batch_size, rounded",
+                **sizes,
+                strategy=mechanism.strategy,
+                fix=f"Use {round(num_examples / batch_size)} steps.",
+            )
+        prob = 1.0
+    if not prob <= 1:
+        _validate.fail(
+            "expected_batch_size must be at most num_examples over the bands",
+            **sizes,
+            strategy=mechanism.strategy,
+            fix="Use a smaller batch, or fewer bands.",
+        )
+    if mechanism.sampling != POISSON:
+        prob = 1 / round(1 / prob)  # an epoch has a whole number of steps
+    return prob

@@ -29,40 +29,19 @@ POISSON = "poisson"
 SAMPLINGS = POISSON, "random_allocation"
 
 
-class ComputedProbability(float):
-    """A sampling probability that was computed from the sizes of batch and dataset.
-
-    `dataclasses.replace` passes it on, and then it is computed from the new sizes.
-    """
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivacyCost:
-    """The quantities that determine the privacy cost of one step.
-
-    Attributes:
-      sampling_prob: the probability that an example is in a batch.
-      num_examples: the size of the dataset.
-      truncated_batch_size: the size of the largest batch.
-      noise_multiplier: the standard deviation of the noise over the largest norm of a
-        contribution; 0 for no privacy.
-      is_clipped: whether the norm of a contribution has a bound.
-      num_coordinates: the number of entries that receive noise, or an upper bound.
-      neighboring_relation: which two datasets are neighbours.
-      sampling: how batches are drawn; see `DPSGD`.
-      cycle_length: the number of groups of examples that take turns; see
-        `batch_selection.PoissonSampling`.
-    """
+    """The quantities that determine the privacy cost of one step; see `DPSGD`."""
 
     sampling_prob: float
     num_examples: int
     truncated_batch_size: int
     noise_multiplier: float
-    is_clipped: bool
-    num_coordinates: int
+    is_clipped: bool  # whether the norm of a contribution has a bound
+    num_coordinates: int  # the entries that receive noise, or an upper bound
     neighboring_relation: dp_accounting.NeighboringRelation
     sampling: str = POISSON
-    cycle_length: int = 1
+    cycle_length: int = 1  # the number of groups of examples that take turns
 
     def event(
         self, steps: int, num_examples: int | None = None

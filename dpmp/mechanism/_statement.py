@@ -12,7 +12,7 @@ from dpmp import accounting
 from dpmp._typing import PyTree
 from dpmp.accounting import digits_above, digits_below, round_up
 from dpmp.clipping import AdaptiveClipNorm, AutomaticClipping, ReleasedMetrics
-from dpmp.mechanism._privacy_cost import ComputedProbability
+from dpmp.mechanism._fields import ComputedProbability
 from dpmp.numerics import Arithmetic
 from dpmp.strategies import BandedInverse
 

@@ -5,7 +5,7 @@ it may be seen. The ledger is an append-only file of everything that was paid fo
 `python -m dpmp ledger DIR` prints it.
 """
 
-from dpmp.runs._arrays import types_of
+from dpmp.runs._arrays import check_same_types, types_of
 from dpmp.runs._directory import (
     RunDirectory,
     has_files_of,
@@ -24,6 +24,7 @@ __all__ = [
     "RunDirectory",
     "Segment",
     "Spent",
+    "check_same_types",
     "checked_path",
     "has_files_of",
     "ledger_of",

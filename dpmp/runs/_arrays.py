@@ -38,22 +38,23 @@ def types_of(state: PyTree) -> dict[str, str]:
     }
 
 
-def read(folder: pathlib.Path, like: PyTree, saved: dict[str, str]) -> PyTree:
-    """Reads arrays with the types and shardings of a state.
+def check_same_types(required: str, **types: dict[str, str]) -> None:
+    """Raises ValueError unless two results of `types_of`, each with a name, agree."""
+    one, other = types.values()
+    for name in one | other:
+        found: dict[str, Any] = {of: each.get(name) for of, each in types.items()}
+        if one.get(name) != other.get(name):
+            _validate.fail(required, array=name, **found)
 
-    `saved` is the result of `types_of` for the arrays that were written.
-    """
-    wanted = types_of(like)
-    for name in [*wanted, *saved]:
-        if saved.get(name) != wanted.get(name):
-            _validate.fail(
-                "the state must have the arrays of the checkpoint. Build the model "
-                "and the trainer as they were, or use another directory, which is "
-                "charged as well.",
-                array=name,
-                saved=saved.get(name),
-                wanted=wanted.get(name),
-            )
+
+def read(folder: pathlib.Path, like: PyTree, saved: dict[str, str]) -> PyTree:
+    """Reads arrays like those of a state; `saved` has the types that were written."""
+    check_same_types(
+        "the state must have the arrays of the checkpoint. Build the model and the "
+        "trainer as they were, or use another directory, which is charged as well.",
+        saved=saved,
+        wanted=types_of(like),
+    )
     arrays = _by_name(like)
     shapes = {name: _shape_of(x) for name, x in arrays.items() if np.size(x)}
     with _for_orbax(folder) as path, _checkpointer() as (orbax, args):

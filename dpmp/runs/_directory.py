@@ -42,7 +42,7 @@ from dpmp.runs._ledger import Ledger, Record
 from dpmp.runs._spent import Segment, Spent
 
 _FACTS = "facts.json"
-_RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes
+_RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes, for a ledger's line
 _NO_FILE = FileNotFoundError, IsADirectoryError, NotADirectoryError
 
 
@@ -65,10 +65,7 @@ class RunDirectory:
         return sorted(int(x) for x in names if x.isdecimal() and x == str(int(x)))
 
     def recover(self) -> None:
-        """Finishes a release that was interrupted, or removes a pending checkpoint.
-
-        Reserves disk space for one more line of the ledger.
-        """
+        """Finishes a release that was interrupted, or removes a pending checkpoint."""
         flags = os.O_WRONLY | os.O_CREAT
         with files_required("a run must be able to write into its directory"):
             with _files.open_file(self.path / _RESERVE, flags) as descriptor:
@@ -88,11 +85,9 @@ class RunDirectory:
     def newest(
         self, like: PyTree, made: int = 0
     ) -> tuple[PyTree, dict[str, Any]] | None:
-        """Reads the newest checkpoint that is whole, with its facts; None without any.
+        """Reads the newest whole checkpoint as `like`, and its facts; None without any.
 
-        Args:
-          like: a state with the structure, shapes, dtypes and shardings to restore.
-          made: if no checkpoint has more steps than this, the run goes on after these.
+        If it has no more steps than `made`, the run goes on after these.
         """
         with files_required("a run must be able to read its checkpoints"):
             found = self._newest(like)
@@ -139,10 +134,7 @@ class RunDirectory:
     def release(
         self, state: PyTree, segment: Segment, facts: dict[str, Any], *, keep: int = 3
     ) -> None:
-        """Releases a state and the steps before it; see the top of this file.
-
-        The newest `keep` checkpoints are kept, each with its facts, numbers and texts.
-        """
+        """Releases a state and the steps before it; see the top of this file."""
         nonce, types = random_id(), _arrays.types_of(state)
         facts = {"step": segment.stop, "nonce": nonce, **facts, "shapes": types}
 
@@ -224,15 +216,15 @@ class RunDirectory:
 
     def _facts_of_whole(self, path: pathlib.Path) -> dict[str, Any] | None:
         """The facts of a checkpoint, or None if its files are damaged."""
-        try:
-            facts = json.loads((path / _FACTS).read_text())
-            record = self._ledger.releases.get(facts["nonce"])
-            copy = (path / _ledger.NAME).read_bytes()
-        except (KeyError, RecursionError, TypeError, ValueError, *_NO_FILE):
+        facts, copy = _facts_of(path), path / _ledger.NAME
+        if facts is None or not copy.is_file():
             return None
+        record = self._ledger.releases.get(facts["nonce"])
         if record is not None and digest_of_tree(path) != record.digest:
             return None
-        is_whole = record is not None and self._ledger.copy().startswith(copy)
+        is_whole = record is not None and self._ledger.copy().startswith(
+            copy.read_bytes()
+        )
         _require_new_ledger(is_whole, path)
         return facts
 
@@ -247,14 +239,14 @@ def ledger_of(directory: pathlib.Path) -> Ledger:
         )
     # They are read before the ledger, to which a run may add just now.
     found = [
-        (x, read_if_any(x / _ledger.NAME), _nonce_of(x))
+        (x, read_if_any(x / _ledger.NAME), _facts_of(x))
         for x in sorted((directory / CHECKPOINTS).glob("*"))
     ]
     ledger = Ledger(directory)
     whole, releases = ledger.copy(), ledger.releases
-    for path, copy, nonce in found:
-        is_new = whole.startswith(copy) and (nonce is None or nonce in releases)
-        _require_new_ledger(is_new, path)
+    for path, copy, facts in found:
+        is_known = facts is None or facts["nonce"] in releases
+        _require_new_ledger(is_known and whole.startswith(copy), path)
     return ledger
 
 
@@ -264,11 +256,13 @@ def has_files_of(directory: pathlib.Path, record: Record) -> bool | None:
     return digest_of_tree(checkpoint) == record.digest if checkpoint.is_dir() else None
 
 
-def _nonce_of(checkpoint: pathlib.Path) -> str | None:
+def _facts_of(checkpoint: pathlib.Path) -> dict[str, Any] | None:
+    """The facts of a checkpoint, or None if they are damaged."""
     try:
-        return json.loads((checkpoint / _FACTS).read_text())["nonce"]
+        facts = json.loads((checkpoint / _FACTS).read_text())
+        return facts if isinstance(facts["nonce"], str) else None
     except (KeyError, RecursionError, TypeError, ValueError, *_NO_FILE):
-        return None  # it is damaged
+        return None
 
 
 def _require_new_ledger(is_new: bool, checkpoint: pathlib.Path) -> None:
@@ -285,15 +279,9 @@ def _require_new_ledger(is_new: bool, checkpoint: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def opened(
-    directory: str | os.PathLike[str] | None, *, delta: float | None = None
-) -> Iterator[RunDirectory | None]:
-    """Opens the directory of a run; the first of several processes locks it.
-
-    Records of the ledger say that the run was planned for `delta`.
-    """
-    if directory is None:
-        yield None
-        return
+    directory: str | os.PathLike[str], *, delta: float | None = None
+) -> Iterator[RunDirectory]:
+    """Opens the directory of a run; the first of several processes locks it."""
     path = checked_path(directory)
     of_run = path.name == CHECKPOINTS and (path.parent / _ledger.NAME).exists()
     if of_run or (path / _FACTS).exists():

@@ -104,11 +104,8 @@ class Ledger:
         return read_if_any(self._file)[: self._whole.end]
 
     def collect(self) -> None:
-        """Moves the records in separate files of other processes into the file.
-
-        An incomplete record is removed, since it may reveal something about free steps.
-        """
-        if self.incomplete_bytes:
+        """Moves the records in separate files of other processes into the file."""
+        if self.incomplete_bytes:  # which may reveal something about free steps
             with open_file(self._file, os.O_RDWR) as descriptor:
                 os.ftruncate(descriptor, self._whole.end)
             self._size = self._whole.end
@@ -167,10 +164,7 @@ def _charge_files(directory: pathlib.Path) -> dict[pathlib.Path, Record]:
 
 
 def write_charge_file(directory: pathlib.Path, record: Record) -> None:
-    """Charges steps in a separate file, which the next `Ledger` counts.
-
-    Processes that do not hold the lock use it.
-    """
+    """Charges steps without the lock, in a file that the next `Ledger` counts."""
     name = f"charged-{os.urandom(16).hex()}"
     with open_file(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
         _write(file, _encode(record) + b"}", 0)

@@ -47,10 +47,7 @@ class MetricsFile:
 
 
 def read(directory: pathlib.Path) -> list[Line]:
-    """The lines of a directory; none if there is no file.
-
-    A line that is damaged is left out, since no privacy claim depends on it.
-    """
+    """The lines of a directory; none if there is no file."""
     return [line for line, _ in _lines(directory / _NAME)]
 
 
@@ -61,7 +58,7 @@ def _lines(path: pathlib.Path) -> Iterator[tuple[Line, int]]:
         end += len(text)
         try:
             line = json.loads(text)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError):  # no privacy claim depends on a line
             continue
         is_line = isinstance(line, dict) and isinstance(line.get("step"), int)
         is_line = is_line and isinstance(line.get("seconds", 0), int | float | None)

@@ -4,9 +4,13 @@ Everything that is loaded is sensitive: errors show neither the records of a bat
 their number.
 """
 
+from dpmp.sources._batches import (
+    check_devices,
+    check_sharding,
+    load_shards,
+    prefetched,
+)
 from dpmp.sources._check_source import check_source
-from dpmp.sources._placed import check_devices, check_sharding, load_shards
-from dpmp.sources._prefetch import prefetched
 from dpmp.sources._source import Load, Source, loader_of
 
 __all__ = [

@@ -53,7 +53,7 @@ def check_source(source: PyTree | Source) -> None:
     loader.rows(first)
     load = loader.way[0]
     _check_records(load, loader.num_examples)
-    if load == loader.together:
+    if load == loader.ask:
         _check_groups(load, loader.num_examples)
 
 

@@ -15,7 +15,7 @@ from dpmp import _validate
 from dpmp._arrays import as_array, check_keys, without_debugging
 from dpmp._typing import PyTree
 
-Load: TypeAlias = Callable[[Any], PyTree]  # from indices
+Load: TypeAlias = Callable[[Any], PyTree]  # from indices to NumPy arrays
 
 _FIND_IT = "dpmp.check_source(source) loads all records in order, and names a bad one."
 _NOT_ALIKE = (
@@ -116,7 +116,7 @@ def loader_of(
     def ask(indices: Any) -> PyTree:
         with without_debugging():  # a source may compute with jax
             if columns is None:
-                return source[indices]
+                return as_arrays(source[indices])
             return jax.tree.map(lambda x: x[indices], columns)
 
     return Loader(ask, num_examples, columns is not None, _has_columns(source))
@@ -191,32 +191,28 @@ class Loader:
         """The function that loads all batches, and examples 0 and 1."""
         first = np.arange(min(2, self.num_examples))
         if self.is_arrays:
-            return self.together, self.together(first)
+            return self.ask, self.ask(first)
         try:
             singles = self.one_by_one(first)
         except Exception as error:
             try:
-                return self.together, self.together(first)
+                return self.ask, self.ask(first)
             except Exception as other:  # the traceback has both
                 takes_arrays = isinstance(error, TypeError)
                 raise (other if takes_arrays else error) from None
         with contextlib.suppress(Exception):
-            rows = self.together(first)
+            rows = self.ask(first)
             like_singles = rows
             if not self._has_columns:  # it may take an integer for an array of one
                 like_singles = jax.tree.map(lambda x: x[:, None], rows)
             if _content(like_singles) == _content(singles):
-                return self.together, rows
+                return self.ask, rows
         return self.one_by_one, singles
-
-    def together(self, indices: np.ndarray) -> PyTree:
-        """The rows as the source has them, from one call with all indices."""
-        return as_arrays(self.ask(indices))
 
     def one_by_one(self, indices: np.ndarray) -> PyTree:
         """The rows as the source has them, from one call for each index."""
         # Copies, because a source may return one buffer for all of its rows.
-        rows = [jax.tree.map(np.array, as_arrays(self.ask(int(i)))) for i in indices]
+        rows = [jax.tree.map(np.array, self.ask(int(i))) for i in indices]
         if any(_described(row) != _described(rows[0]) for row in rows):
             raise _validate.RefusedError(_NOT_ALIKE)
         return jax.tree.map(lambda *xs: np.stack(xs), *rows)

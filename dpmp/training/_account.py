@@ -42,14 +42,9 @@ class Account:
         state: TrainingState,
         failed: runs.Spent,
         directory: runs.RunDirectory | None = None,
-        id_: str | None = None,
         others: runs.Spent | None = None,
     ) -> "Account":
-        """The account of steps after a state, under a new id or a given one.
-
-        The steps that led to the state, the failed steps, and `others`, which someone
-        has seen too, are added to the ledger of the directory.
-        """
+        """The account of steps after a state, whose past the ledger gets; a new id."""
         past = past_of(mechanism, state).beside(failed)
         seen = before = past.beside(others or past)
         check_same_past(seen)
@@ -57,8 +52,8 @@ class Account:
             before = directory.spent.beside(seen)
             _check_people(before, mechanism)
             directory.enter(before)
-        id_ = _processes.random_id() if id_ is None else id_
-        return cls(mechanism, past, before, int(state.step), mechanism.iterations, id_)
+        start, id_ = int(state.step), _processes.random_id()
+        return cls(mechanism, past, before, start, mechanism.iterations, id_)
 
     def within(self, stop: int, epsilon_budget: float | None) -> "Account":
         """The account of a run that is to `stop`, and is planned within a budget."""
@@ -116,11 +111,6 @@ class Account:
             id=self.id, start=start, stop=stop, planned=planned, cost=cost
         )
 
-    def lost(self, start: int, stop: int) -> runs.Segment:
-        """Steps that no state has, and that are planned beside those of every state."""
-        alone = dataclasses.replace(self, before=runs.Spent())
-        return alone.segment(start, stop)
-
     def spent(self, stop: int) -> np.ndarray:
         """`TrainingState.spent` after `stop` steps."""
         return self._with_steps(self.of_state, stop).to_array()
@@ -142,8 +132,8 @@ class LastStep:
 
     The id is continued only by the state that this step has returned, once, and in the
     same process. So a state that is continued twice, in two threads or by a copy of the
-    trainer, gets two ids, and both ways count. It also has the failed steps that no
-    state has paid for yet: the next state pays, because their errors have been seen.
+    trainer, gets two ids, and both ways count. The next state also pays for failed
+    steps, because their errors have been seen.
     """
 
     def __init__(self):
@@ -158,12 +148,11 @@ class LastStep:
     def account(self, mechanism: DPSGD, state: TrainingState) -> Account:
         """The account of the next step, with the id of the last step or a new id."""
         self.have_paid(past_of(mechanism, state))  # by a state that was returned
-        account = Account.of(mechanism, state, self.failed, id_="")
+        account = Account.of(mechanism, state, self.failed)
         segments, step = account.of_state.segments, account.start
         ends = [(os.getpid(), x.id, step) for x in segments if x.stop == step]
         ids = [self._ends.pop(x, None) for x in ends]  # no other thread gets it
-        id_ = next(filter(None, ids), None) or _processes.random_id()
-        return dataclasses.replace(account, id=id_)
+        return dataclasses.replace(account, id=next(filter(None, ids), account.id))
 
     @property
     def failed(self) -> runs.Spent:
@@ -198,15 +187,12 @@ class LastStep:
 
     @contextlib.contextmanager
     def charging(self, mechanism: DPSGD, state: TrainingState) -> Iterator[None]:
-        """Charges a step that fails in the block, and clears the error's variables.
-
-        The step is charged before, so that no second error can prevent that.
-        """
-        id_, step = _processes.random_id(), int(state.step)
-        account = Account.of(mechanism, state, runs.Spent(), id_=id_)
-        account = dataclasses.replace(account, end=step + 1)
+        """Charges a step that fails in the block, and clears the error's variables."""
+        id_, step, cost = _processes.random_id(), int(state.step), mechanism.step_cost
         self._running[id_] = threading.get_ident()
-        self.fail(account.lost(step, step + 1))
+        # It is charged before, so that no second error can prevent that. No state has
+        # it: it was planned alone, beside the steps of every state.
+        self.fail(runs.Segment(id=id_, start=step, stop=step + 1, planned=1, cost=cost))
         try:
             yield
         except BaseException as error:
@@ -237,12 +223,10 @@ def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:
 def newest(
     state: TrainingState, directory: runs.RunDirectory | None
 ) -> tuple[TrainingState, list[dict[str, Any]], int | None]:
-    """The state, or the newest checkpoint if it has more steps.
+    """The state, or the newest checkpoint if it has more steps; its metrics; a number.
 
-    Returns:
-      The state, the metrics of its checkpoint, and the number of steps of the newest
-      checkpoint, 0 without any. The number is None if this checkpoint has another state
-      of as many steps.
+    That is the number of steps of the newest checkpoint: 0 without any, and None if it
+    has another state of as many steps.
     """
     step = int(state.step)
     found = directory and directory.newest(state._replace(spent=None), step)

@@ -114,10 +114,7 @@ def check_spans_processes(batch: PyTree) -> None:
 
 
 def _are_replicas_equal(tree: Any) -> bool:
-    """Whether the parts of arrays that several processes hold have the same values.
-
-    They are compared by a checksum. All processes must have a tree of one structure.
-    """
+    """Whether the parts of arrays that several processes hold have equal checksums."""
     if jax.process_count() == 1:
         return True
     leaves = jax.tree.leaves(tree)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpmp import _validate, runs
+from dpmp import _validate
 from dpmp._arrays import check_keys
 from dpmp._typing import PyTree
 from dpmp._validate import as_number, as_real
@@ -94,24 +94,22 @@ def checked_stop(stop_at: Any, state: Any, iterations: int) -> int:
     return stop
 
 
-def check_not_over(step: int, mechanism: DPSGD) -> None:
-    """Raises ValueError after the last step."""
-    if step >= mechanism.iterations:
-        _validate.fail(
-            f"step must be below iterations = {mechanism.iterations}. Plan more "
-            "iterations before the run starts.",
-            step=step,
-        )
-
-
-def check_makes_steps_alone(mechanism: DPSGD) -> None:
-    """Raises ValueError if secrets tie steps together, which only `fit` keeps."""
+def check_next_step(mechanism: DPSGD, state: Any, batch: PyTree = None) -> None:
+    """Raises ValueError unless `train_step` may go on from a state."""
+    # Otherwise secrets tie steps together, which only `fit` keeps.
     if not mechanism.makes_steps_alone:
         _validate.fail(
             "random allocation and correlated noise tie steps together, so fit must "
             "make them. Use trainer.fit, or leave sampling and strategy out.",
             sampling=mechanism.sampling,
             strategy=mechanism.strategy,
+        )
+    check_state(state, batch)
+    if int(state.step) >= mechanism.iterations:
+        _validate.fail(
+            f"step must be below iterations = {mechanism.iterations}. Plan more "
+            "iterations before the run starts.",
+            step=int(state.step),
         )
 
 
@@ -171,26 +169,8 @@ def _is_real_scalar(x: Any) -> bool:
 
 def is_used_up(state: Any) -> bool:
     """Whether a step has reused arrays of a state, or somebody has deleted them."""
-    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
-    return any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in arrays)
-
-
-def check_same_types(old: TrainingState, new: TrainingState) -> None:
-    """Raises ValueError unless a step returns a state of the types that it was given.
-
-    Otherwise no checkpoint of the run could be restored.
-    """
-    given, returned = runs.types_of(old), runs.types_of(new)
-    for name in given | returned:
-        if given.get(name) != returned.get(name):
-            _validate.fail(
-                "an optimizer must return parameters and a state of the shapes and "
-                "dtypes that it was given. Make its state in `init` as `update` "
-                "returns it.",
-                array=name,
-                given=given.get(name),
-                returned=returned.get(name),
-            )
+    leaves = jax.tree.leaves(state)
+    return any(x.is_deleted() for x in leaves if isinstance(x, jax.Array))
 
 
 def check_is_state(state: Any) -> None:

@@ -16,6 +16,7 @@ is lost, the next state of the trainer pays.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping
@@ -30,9 +31,8 @@ from dpmp.accounting import round_up
 from dpmp.sources import Load, prefetched
 from dpmp.training._account import Account, LastStep, newest, past_of
 from dpmp.training._checks import Options, as_public, is_used_up
-from dpmp.training._first_line import first_line
 from dpmp.training._programs import Programs
-from dpmp.training._report import TIMES, Report, finite
+from dpmp.training._report import TIMES, Report, finite, first_line
 from dpmp.training._state import SensitiveOutputs, TrainingState
 from dpmp.training._stops import Signals, add_note, clear_frames, warn_of_exit
 from dpmp.training._tickets import Batch, Root, draw_batch, draw_tickets
@@ -58,10 +58,7 @@ class Loop:
         root: Root | None,
         last_step: LastStep,
     ):
-        """Prepares to go on from a state, or from a later one in the directory.
-
-        `root` is passed to `draw_tickets`. `last_step` has failed steps to pay for.
-        """
+        """Prepares to go on from a state, or from a later one in the directory."""
         self._programs, self._load, self._root = programs, load, root
         self._directory, self._signals, self._options = directory, signals, options
         self._last_step, self._process = last_step, os.getpid()
@@ -76,29 +73,8 @@ class Loop:
         if directory is not None and options.epsilon_budget is not None:
             directory.check_delta()
         account = account.within(options.stop, options.epsilon_budget)
-        if {x.cost for x in account.before.segments} - {mechanism.step_cost}:
-            warn(
-                "this run goes on from steps of another mechanism, and epsilon covers "
-                "both. mechanism.statement() does not know of the other steps, so "
-                "publish trainer.guarantee(state) with the model."
-            )
-        epoch = mechanism.steps_per_epoch or 1
-        if account.start % epoch and account.start < options.stop:
-            warn(
-                f"the run goes on inside an epoch of random allocation, because step "
-                f"{account.start} is no multiple of {epoch}. The rest of this epoch is "
-                f"made of Poisson steps, which cost more. {_LARGER}"
-            )
-        if mechanism.has_correlated_noise and 0 < account.start < options.stop:
-            warn(
-                f"the run goes on after step {account.start} with a new sequence of "
-                "noise, which does not cancel the noise of the steps before. To "
-                "evaluate on the way, pass a callback to one call of fit. "
-                f"{_LARGER}"
-            )
-        # A directory may have a later state.
+        _warn_of_past(account, options.stop)
         self._stop = max(account.start, min(options.stop, account.end))
-        self._every = 1 if directory is None else options.every
         self._account, self._state = account, state._replace(spent=None)
         self._started = self._paid = account.start  # steps started; in the ledger
         self._is_saving = False
@@ -175,13 +151,8 @@ class Loop:
     def stopped(self, error: BaseException) -> TrainingState | None:
         """Pays for steps that an error may reveal, and saves the state, if possible.
 
-        Adds notes to the error.
-
-        Returns:
-          The state after the last complete step, or None if it is lost.
-
-        Raises:
-          Exception: if the ledger could not be written. Raise it in place of the error.
+        Adds notes to the error. Returns the state after the last complete step, or None
+        if it is lost. An exception that this raises must take the place of the error.
         """
         clear_frames(error)
         self._past = None  # the error's frames lead to this loop
@@ -226,7 +197,10 @@ class Loop:
         if last_state is not None or self._directory is not None:
             self._last_step.have_paid(account.before)
         elif self._started > account.start:
-            self._last_step.fail(account.lost(account.start, self._started))
+            # No state has these steps: they were planned beside those of every state.
+            lost = account.segment(account.start, self._started)
+            planned = account.end - account.start
+            self._last_step.fail(dataclasses.replace(lost, planned=planned))
 
     def _describe_stop(self, step: int) -> str:
         mechanism, spent = self._account.mechanism, ""
@@ -287,7 +261,8 @@ class Loop:
                 callback(SensitiveOutputs(*outputs, is_padding))
 
     def _end_of_block(self) -> int:
-        return min(self._stop, -(-self._started // self._every) * self._every)
+        every = 1 if self._directory is None else self._options.every
+        return min(self._stop, -(-self._started // every) * every)
 
     def _pay(self, stop: int) -> None:
         """Puts steps into the ledger before anything that depends on them is seen."""
@@ -296,10 +271,7 @@ class Loop:
             self._paid = stop
 
     def _save(self) -> list[dict[str, Any]]:
-        """Releases the steps since the last checkpoint by a new one, with its metrics.
-
-        Returns the lines of metrics.
-        """
+        """Releases the steps since the last checkpoint, and returns their metrics."""
         lines = self._report.take_lines()
         if self._directory is None:
             return lines
@@ -341,6 +313,31 @@ class Loop:
     def _show(self, metrics: Mapping[str, Any], public: Mapping[str, float]) -> None:
         with self._signals.interruptible():  # it waits for the device
             self._report.show(self._started, self._state.step, metrics, public)
+
+
+def _warn_of_past(account: Account, stop: int) -> None:
+    """Warns of past steps that make epsilon larger than planned."""
+    mechanism = account.mechanism
+    if {x.cost for x in account.before.segments} - {mechanism.step_cost}:
+        warn(
+            "this run goes on from steps of another mechanism, and epsilon covers "
+            "both. mechanism.statement() does not know of the other steps, so "
+            "publish trainer.guarantee(state) with the model."
+        )
+    epoch, goes_on = mechanism.steps_per_epoch or 1, 0 < account.start < stop
+    if goes_on and account.start % epoch:
+        warn(
+            f"the run goes on inside an epoch of random allocation, because step "
+            f"{account.start} is no multiple of {epoch}. The rest of this epoch is "
+            f"made of Poisson steps, which cost more. {_LARGER}"
+        )
+    if goes_on and mechanism.has_correlated_noise:
+        warn(
+            f"the run goes on after step {account.start} with a new sequence of "
+            "noise, which does not cancel the noise of the steps before. To "
+            "evaluate on the way, pass a callback to one call of fit. "
+            f"{_LARGER}"
+        )
 
 
 def _step_of(state: TrainingState) -> int | None:

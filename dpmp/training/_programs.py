@@ -65,10 +65,7 @@ class Programs:
             )
 
     def _differences(self, state: TrainingState) -> list[str]:
-        """The fields of a state whose structure is not that of the first state.
-
-        Of the parameters, the dtypes are compared too.
-        """
+        """The fields of a state whose structure is not that of the first state."""
         try:
             first = jax.eval_shape(self.step.first_state, state.params)
         except Exception:  # an optimizer may need numbers
@@ -88,10 +85,7 @@ class Programs:
         batch: Batch,
         past: tuple[jax.Array, ...] | None = None,
     ) -> tuple[Program, tuple[Any, ...]]:
-        """Finds the program of a step, and its arguments on their devices.
-
-        `past` is that of the last `run`; None for the first step.
-        """
+        """Finds the program of a step after `past`, and its arguments on devices."""
         with without_debugging():
             examples = as_device_dtypes(batch.examples)
             is_padding = as_mask(is_padding_example=batch.is_padding_example)

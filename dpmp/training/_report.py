@@ -4,6 +4,7 @@ Reports are made of step counts, epsilons, released metrics, numbers of callback
 times. Nothing else that depends on the data reaches them.
 """
 
+import contextlib
 import datetime
 import math
 import time
@@ -17,10 +18,14 @@ import rich.console
 import rich.progress
 import rich.table
 
+from dpmp._typing import PyTree
 from dpmp._warnings import warn
 from dpmp.accounting import digits_above, round_up
 from dpmp.mechanism import DPSGD
+from dpmp.programs import analysis, interpreter, losses
+from dpmp.sources import Load
 from dpmp.training._state import TrainingState
+from dpmp.training._step import Step
 
 TIMES = ("seconds", "steps_per_second")  # the names of times in a line
 
@@ -42,12 +47,41 @@ class _Console(rich.console.Console):
         self.quiet = True
 
 
-class Report:
-    """A context that shows the steps of a run, by default on standard error.
+def first_line(step: Step, state: TrainingState, load: Load) -> str:
+    """Returns the line, which depends on the mechanism and on shapes."""
+    mechanism, size = step.mechanism, "as many examples as fit"
+    policy = step.policy
+    computed_in = policy.compute_dtype.name
+    # If the loss or the dataset fails, the first step raises a better error.
+    with contextlib.suppress(Exception):
+        rows, padded = load(np.zeros(0, np.int64)), mechanism.padded_batch_size
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((padded, *x.shape[1:]), x.dtype), rows
+        )
+        size = f"up to {step.microbatch_size(state, batch)} of {padded} padded rows"
+        computed_in += _share_of_products(step, state, batch)
+    computed_in += policy.shown_products
+    why = " (the fastest with a proof)" if mechanism.has_default_method else ""
+    num_trained = sum(x.size for x in jax.tree.leaves(state.params))
+    return (
+        f'method="{mechanism.method}"{why}, arithmetic="{mechanism.arithmetic}", '
+        f"{size} at a time, loss in {computed_in}, "
+        f"{num_trained:,} entries are trained"
+    )
 
-    It also records some steps, without making them wait: it copies their values, which
-    are read from the device at release.
-    """
+
+def _share_of_products(step: Step, state: TrainingState, batch: PyTree) -> str:
+    """How many products of the loss a policy of 16 bits has, if it has not all."""
+    if step.policy.compute_dtype.itemsize > 2:
+        return ""
+    args = step.loss_shapes(state, batch, rows=slice(1))
+    jaxpr, _ = interpreter.trace(step.loss_fn, *args)
+    narrow = losses.are_narrow(analysis.equations(jaxpr.jaxpr))
+    return "" if all(narrow) else f" ({sum(narrow)} of {len(narrow)} products)"
+
+
+class Report:
+    """A context that shows the steps of a run, and records some for a file."""
 
     def __init__(
         self,
@@ -62,15 +96,11 @@ class Report:
         first_line: Callable[[], str] = str,
         console: rich.console.Console | None = None,
     ):
-        """Prepares a report on the steps from `start` to `stop`.
-
-        `epsilon` computes the epsilon that is spent after a number of steps. The steps
-        before took `seconds`. The text of `first_line` comes first.
-        """
+        """Prepares for the steps from `start`, before which a run took `seconds`."""
         self._mechanism, self._first_line = mechanism, first_line
         self._spent = SpentPrivacy(mechanism, stop, epsilon)
         self._begin, self._stop, self._enabled = start, stop, enabled
-        self._values: dict[str, float] = {}
+        self._values: dict[str, float] = {}  # shown until there are new ones
         self._console = console or _Console(stderr=True, soft_wrap=True)
         self._shows_bar = enabled and self._console.is_terminal
         interval = max(1, (stop - start) // _NUM_REPORTS)
@@ -119,7 +149,7 @@ class Report:
             epsilon = self._spent.epsilon(step) if is_reported else None
             if epsilon is not None:
                 line["epsilon"] = finite(epsilon)
-            # The next step may overwrite the arrays of the state.
+            # The next step may overwrite the arrays, and must not wait for a read.
             self._waiting.append((line, _copy(_released(state))))
 
     def take_lines(self) -> list[dict[str, Any]]:
@@ -138,11 +168,7 @@ class Report:
         metrics: Mapping[str, Any],
         public: Mapping[str, float],
     ) -> None:
-        """Shows `step` steps, and released values, if a report is due.
-
-        `done` is an array that is ready when the step is done. Values are shown until
-        there are new values.
-        """
+        """Shows `step` steps if a report is due; `done` is ready when they are done."""
         if metrics:
             is_recorded = self._recorded is not None and self._recorded[0] == step
             is_reported = is_recorded or step in self.report_steps
@@ -196,10 +222,7 @@ class Report:
         return ", ".join(parts)
 
     def _times(self, step: int) -> dict[str, float]:
-        """Seconds of the whole run, and the speed since the line before.
-
-        The first step of a process is left out of the speed: it includes compilation.
-        """
+        """Seconds of the whole run, and the speed since the line before."""
         now = time.monotonic()
         times = {"seconds": round(now - self._run_began_at, 3)}
         per_second = _speed(step, self._recorded)
@@ -247,11 +270,11 @@ class SpentPrivacy:
     def __init__(self, mechanism: DPSGD, last: int, epsilon: Callable[[int], float]):
         """`epsilon` is a function of a number of steps, up to `last`."""
         start = time.monotonic()
-        self._epsilon, self._known, self._text = epsilon, {}, ""
+        self._epsilon, self._known = epsilon, {}
         if not mechanism.is_private:
-            self._text = self.at_end = "no privacy"
+            self.at_end = "no privacy"
         elif mechanism.delta is None:
-            self._text = self.at_end = "epsilon not shown without a delta"
+            self.at_end = "epsilon not shown without a delta"
         else:
             self._known[last] = epsilon(last)
             self._final = round_up(self._known[last])
@@ -262,8 +285,8 @@ class SpentPrivacy:
 
     def describe(self, step: int) -> str:
         """A text: the epsilon spent after some steps, and the epsilon of the run."""
-        if self._text:
-            return self._text
+        if not self._known:
+            return self.at_end
         epsilon = self.epsilon(step)
         if epsilon is None:
             return f"epsilon below {self._final}"
@@ -271,7 +294,7 @@ class SpentPrivacy:
 
     def epsilon(self, step: int) -> float | None:
         """The epsilon that is spent after a number of steps, if it is known."""
-        if self._text:
+        if not self._known:
             return None
         elapsed = time.monotonic() - self._start
         is_quick = self._seconds + self._largest <= _SHARE_OF_TIME * elapsed
@@ -283,18 +306,12 @@ class SpentPrivacy:
 
 
 class OverflowWarning:
-    """Warns once if the noisy fraction clearly shows that examples train nothing.
-
-    An example whose gradient is not finite contributes zero to a step. If all examples
-    are like that, then a run learns from noise alone, without an error.
-    """
+    """Warns once if the noisy fraction clearly shows that examples train nothing."""
 
     def __init__(self, stddev: float, start: int, is_dynamic: bool):
-        """`stddev` is the standard deviation of the noise on the fraction.
-
-        A dynamic loss scale may halve itself in its first steps, so the warning waits.
-        """
+        """`stddev` is the standard deviation of the noise on the fraction."""
         self._least = _CLEARLY * stddev
+        # A dynamic loss scale may halve itself in its first steps.
         self._first_look = start + (50 if is_dynamic else 3)
         self._has_looked = self._has_warned = False
 

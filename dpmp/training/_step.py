@@ -11,10 +11,9 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from dpmp import _meshes, _validate
+from dpmp import _meshes, _validate, runs
 from dpmp._arrays import as_device_dtypes
 from dpmp._meshes import places, strongly_typed
 from dpmp._typing import PyTree
@@ -25,7 +24,6 @@ from dpmp.noise_addition import NoiseState, first_past
 from dpmp.precision import Policy
 from dpmp.programs import frozen, losses
 from dpmp.strategies import BandedInverse
-from dpmp.training._checks import check_same_types
 from dpmp.training._state import TrainingState
 
 # The names of the secret keys that a step takes from its ticket.
@@ -98,51 +96,8 @@ class Step:
 
         `spec_of` returns the partition spec of such an array.
         """
-
-        def example_args(state, batch):
-            return self._loss_args(state, jax.tree.map(lambda x: x[:1], batch))
-
-        args = jax.eval_shape(example_args, *_meshes.shapes((state, batch)))
-        keys = [jax.eval_shape(_model_key, np.zeros(4, np.uint32))]
-        keys = keys if self.uses_prng_key else []
-        policy, mechanism = self.policy, self.mechanism
-        check = functools.partial(
-            losses.check_program,
-            params=[
-                jax.tree_util.keystr(path)
-                for path, _ in jax.tree_util.tree_leaves_with_path(args[0])
-            ],
-            num_columns=len(jax.tree.leaves(args[1])),
-            takes_key=self.uses_prng_key,
-            compute_dtype=policy.compute_dtype,
-            float32_paths=() if policy.stochastic_rounding else policy.float32_paths,
-            num_examples=None if mechanism.hides_size else mechanism.num_examples,
-        )
-        loss_fn, drawn = self._loss_in_product_precision(state)
-        of_params = jax.tree.map(_meshes.spec_of, state.params)
-        # Per-example gradients take more memory than all parameters do.
-        is_lean = self.mechanism.method == "book_keeping"
-        arg_specs = [x if is_lean else jax.P() for x in jax.tree.leaves(of_params)]
-        hoist = functools.partial(
-            frozen.hoist_constants,
-            loss_fn,
-            *args,
-            *keys,
-            *drawn,
-            check=check,
-            spec_of=spec_of,
-            arg_specs=arg_specs,
-        )
-        with losses.explained(args[1], policy.compute_dtype):
-            loss_fn, constants, specs = _meshes.traced_outside(hoist)
-
-        axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
+        loss, constants, shards = self._hoisted(state, batch, spec_of)
         mesh = _meshes.mesh_of((batch, state))
-        of_drawn = [jax.P()] * len(drawn)
-        shards = Shards(axes, of_params, {"constants": specs, "drawn": of_drawn})
-
-        def loss(*args, constants, drawn):
-            return loss_fn(constants, *args, *drawn)
 
         def step(state, keys, batch, is_padding, past, constants):
             """Makes one step under tracing; see docs/architecture.md."""
@@ -158,7 +113,14 @@ class Step:
             noisy, next_noise = privatizer.update(total, noise_state)
             released = self.mechanism.split(noisy, clip_norm=state.clip_norm)
             new_state = self._release(released, keys["update"], state)
-            check_same_types(state, new_state)
+            # Otherwise no checkpoint of the run could be restored.
+            runs.check_same_types(
+                "an optimizer must return parameters and a state of the shapes and "
+                "dtypes that it was given. Make its state in `init` as `update` "
+                "returns it.",
+                given=runs.types_of(state),
+                returned=runs.types_of(new_state),
+            )
             outputs = sensitive.values, sensitive.grad_norms
             return new_state, outputs, cast("NoiseState", next_noise).past
 
@@ -177,6 +139,56 @@ class Step:
         )
         return program, constants
 
+    def _hoisted(
+        self, state: TrainingState, batch: PyTree, spec_of: Callable[[Any], jax.P]
+    ) -> tuple[Callable[..., jax.Array], list[Any], Shards]:
+        """The loss with `constants` and `drawn`, the constants, and where rows are."""
+        policy, mechanism = self.policy, self.mechanism
+        args = self.loss_shapes(state, batch, rows=slice(1))
+        drawn = jax.eval_shape(self._drawn, state.step, state.params)
+        checked_fn = losses.with_checked_result(self.loss_fn)
+
+        def loss_fn(*inputs):
+            given, drawn = inputs[: len(args)], inputs[len(args) :]
+            return policy.in_product_precision(checked_fn, *drawn)(*given)
+
+        check = functools.partial(
+            losses.check_program,
+            params=[
+                jax.tree_util.keystr(path)
+                for path, _ in jax.tree_util.tree_leaves_with_path(args[0])
+            ],
+            num_columns=len(jax.tree.leaves(args[1])),
+            takes_key=self.uses_prng_key,
+            compute_dtype=policy.compute_dtype,
+            float32_paths=() if policy.stochastic_rounding else policy.float32_paths,
+            num_examples=None if mechanism.hides_size else mechanism.num_examples,
+        )
+        of_params = jax.tree.map(_meshes.spec_of, state.params)
+        # Per-example gradients take more memory than all parameters do.
+        is_lean = mechanism.method == "book_keeping"
+        arg_specs = [x if is_lean else jax.P() for x in jax.tree.leaves(of_params)]
+        hoist = functools.partial(
+            frozen.hoist_constants,
+            loss_fn,
+            *args,
+            *drawn,
+            check=check,
+            spec_of=spec_of,
+            arg_specs=arg_specs,
+        )
+        with losses.explained(args[1], policy.compute_dtype):
+            hoisted, constants, specs = _meshes.traced_outside(hoist)
+
+        axes = _meshes.axes_of_rows(jax.tree.leaves(batch)[0])
+        of_drawn = [jax.P()] * len(drawn)
+        shards = Shards(axes, of_params, {"constants": specs, "drawn": of_drawn})
+
+        def loss(*args, constants, drawn):
+            return hoisted(constants, *args, *drawn)
+
+        return loss, constants, shards
+
     def lower(self, state: TrainingState, batch: PyTree) -> jax.stages.Lowered:
         """The program for a state and a batch, or for their shapes."""
         state, batch = state._replace(spent=None), as_device_dtypes(batch)
@@ -189,18 +201,36 @@ class Step:
 
     def microbatch_size(self, state: TrainingState, batch: PyTree) -> int:
         """The number of examples that are processed at a time, from shapes alone."""
-        keys = (jax.random.key(0),) if self.uses_prng_key else ()
-        prng_argnum = 2 if self.uses_prng_key else None
-        args = jax.eval_shape(self._loss_args, *_meshes.shapes((state, batch)))
+        argnum = 2 if self.uses_prng_key else None
         grad_fn = self.mechanism.clipped_grad(
-            self.loss_fn, clip_norm=state.clip_norm, prng_argnum=prng_argnum
+            self.loss_fn, clip_norm=state.clip_norm, prng_argnum=argnum
         )
-        return grad_fn.microbatch_size(*args, *keys)
+        return grad_fn.microbatch_size(*self.loss_shapes(state, batch))
 
-    def _loss_args(self, state: TrainingState, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """The arguments of the loss: parameters and batch in the compute dtype."""
+    def loss_shapes(
+        self, state: TrainingState, batch: PyTree, rows: slice = slice(None)
+    ) -> list[Any]:
+        """The shapes of the arguments of the loss, for some rows of a batch."""
+
+        def args(state, batch, words):
+            rows_of_batch = jax.tree.map(lambda x: x[rows], batch)
+            return self._loss_args(state, rows_of_batch, words)
+
+        words = jax.ShapeDtypeStruct((4,), jnp.uint32)
+        return jax.eval_shape(args, *_meshes.shapes((state, batch)), words)
+
+    def _loss_args(
+        self, state: TrainingState, batch: PyTree, model_words: jax.Array
+    ) -> list[Any]:
+        """The arguments of the loss: parameters and batch in the compute dtype, a key.
+
+        A cast inside the loss would return the gradients in float32.
+        """
         policy = self.policy
-        return policy.cast_to_compute(state.params), policy.cast_inputs(batch)
+        args = [policy.cast_to_compute(state.params), policy.cast_inputs(batch)]
+        if self.uses_prng_key:  # of jax's default generator
+            args += [jax.random.wrap_key_data(model_words[:2], impl="threefry2x32")]
+        return args
 
     def _sum_sensitive(
         self,
@@ -224,10 +254,7 @@ class Step:
             prng_argnum=2 if self.uses_prng_key else None,
             spmd_axis_name=shards,
         )
-        # A cast inside the loss would return the gradients in float32.
-        args = self._loss_args(state, batch)
-        if self.uses_prng_key:
-            args = (*args, _model_key(model_words))
+        args = self._loss_args(state, batch, model_words)
         specs: Any = shards.kwarg_specs
         constants = frozen.with_parts(constants, args[0], specs["constants"])
         drawn = self._drawn(state.step, args[0])
@@ -239,20 +266,6 @@ class Step:
         """What a policy draws for a step, as further arguments of the loss."""
         drawn = self.policy.draw_rounded(step, params)
         return [] if drawn is None else [drawn]
-
-    def _loss_in_product_precision(
-        self, state: TrainingState
-    ) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
-        """The loss under the policy, and the shapes of its further arguments."""
-        fun = losses.with_checked_result(self.loss_fn)
-        drawn = jax.eval_shape(self._drawn, state.step, state.params)
-        if not drawn:
-            return self.policy.in_product_precision(fun), []
-
-        def loss_fn(*args):
-            return self.policy.in_product_precision(fun, args[-1])(*args[:-1])
-
-        return loss_fn, drawn
 
     def _release(
         self, released: Released, update_words: jax.Array, state: TrainingState
@@ -319,8 +332,3 @@ def _explained(call: str) -> Iterator[None]:
             "(optax.lookahead) needs a training loop of its own: docs/recipes.md."
         )
         raise
-
-
-def _model_key(words: Any) -> jax.Array:
-    """The key of a loss, for jax's default generator."""
-    return jax.random.wrap_key_data(words[:2], impl="threefry2x32")

@@ -29,10 +29,7 @@ _BLOCK = 256  # the tickets on which several processes agree at once
 
 
 class Ticket:
-    """The keys of one step. Each can be taken once, in the process of the ticket.
-
-    A ticket cannot be copied or pickled, and `repr` shows no key.
-    """
+    """The keys of one step. Each can be taken once, in the process of the ticket."""
 
     __slots__ = ("_keys", "_process", "step")
 
@@ -71,13 +68,11 @@ def draw_tickets(
 ) -> Iterator[Ticket]:
     """Yields a ticket for each step; several processes must draw the same tickets.
 
-    Args:
-      steps: the numbers of the steps.
-      root: the words of a key. Tickets are a function of this key, the step,
-        and how often the step was made. None draws them from the operating system.
-      times_made: returns how often a step was made before, under this key or another.
-      start: where a run goes on that ties its steps together. Otherwise, a run that was
-        interrupted would have the noise of one that was not, with other batches.
+    With `root`, tickets are a function of this key, the step, and how often the step
+    was made before, under this key or another. None draws them from the operating
+    system. `start` is where a run goes on that ties its steps together. Otherwise, a
+    run that was interrupted would have the noise of one that was not, with other
+    batches.
     """
     shared = _shared_words()
     for step in steps:

@@ -1,5 +1,6 @@
 """The class `DPTrainer`. `_step` and `_programs` make a step, and `_loop` the run."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -206,25 +207,22 @@ class DPTrainer:
             transformations.
           RuntimeError: if the batch of `load_batch` was used before.
         """
-        _checks.check_makes_steps_alone(self.mechanism)
-        _checks.check_state(state, batch)
+        mechanism = self.mechanism
+        _checks.check_next_step(mechanism, state, batch)
         self._programs.check_structure(state)
-        mechanism, step = self.mechanism, int(state.step)
-        _checks.check_not_over(step, mechanism)
         if not isinstance(batch, Batch):
             _agreement.check_spans_processes(batch)
             self._compare_processes(state, lambda indices: (), None)
             _agreement.check_same_arrays((batch, is_padding_example))
             ticket = self._draw_ticket(state)
             batch = Batch(batch, is_padding_example, ticket, mechanism)
-        else:
-            if is_padding_example is not None:
-                _validate.fail(
-                    "is_padding_example must be left out with a batch of load_batch, "
-                    "which has it. Use trainer.train_step(state, batch).",
-                    is_padding_example="given",
-                )
-        _checks.check_batch(batch, step, mechanism)
+        elif is_padding_example is not None:
+            _validate.fail(
+                "is_padding_example must be left out with a batch of load_batch, "
+                "which has it. Use trainer.train_step(state, batch).",
+                is_padding_example="given",
+            )
+        _checks.check_batch(batch, int(state.step), mechanism)
         if not _processes.all_say(self._last_step.has_returned(state)):
             _agreement.check_same_arrays(state)
         account = self._last_step.account(mechanism, state)
@@ -242,6 +240,7 @@ class DPTrainer:
     def _draw_ticket(self, state: TrainingState) -> Ticket:
         """Draws keys for the next step, which its failed attempts did not use."""
         made = past_of(self.mechanism, state) | self._last_step.failed
+        _agreement.check_same_past(made)
         (ticket,) = draw_tickets([int(state.step)], self._root, made.times_made)
         return ticket
 
@@ -269,20 +268,18 @@ class DPTrainer:
           `examples` and `is_padding_example` have NumPy arrays, or committed jax arrays
           if `batch_sharding` is given.
         """
-        _checks.check_makes_steps_alone(self.mechanism)
-        _checks.check_state(state)
-        self._programs.check_structure(state)
-        _checks.check_not_over(int(state.step), self.mechanism)
-        check_sharding(batch_sharding, self.mechanism)
-        check_devices(state.params, batch_sharding)
         mechanism = self.mechanism
+        _checks.check_next_step(mechanism, state)
+        self._programs.check_structure(state)
+        check_sharding(batch_sharding, mechanism)
+        check_devices(state.params, batch_sharding)
         load = loader_of(
             source, mechanism.num_examples, hides_size=mechanism.hides_size
         )
         self._compare_processes(state, load, batch_sharding)
         ticket = self._draw_ticket(state)
-        with self._last_step.charging(self.mechanism, state):
-            return draw_batch(self.mechanism, load, batch_sharding, ticket)
+        with self._last_step.charging(mechanism, state):
+            return draw_batch(mechanism, load, batch_sharding, ticket)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Returns the program of a step, a `jax.stages.Lowered`, without running it.
@@ -383,9 +380,11 @@ class DPTrainer:
         self._compare_processes(state, load, batch_sharding, options.plan)
         _agreement.check_same_arrays(state)
         made: Any = None
-        failure = None
+        failure, opened = None, contextlib.nullcontext()
+        if checkpoint_dir is not None:
+            opened = runs.opened(checkpoint_dir, delta=mechanism.delta)
         with (
-            runs.opened(checkpoint_dir, delta=mechanism.delta) as directory,
+            opened as directory,
             Signals(sigterm=directory is not None) as signals,
         ):
             loop = Loop(

@@ -63,7 +63,7 @@ def test_functions_on_the_fly_of_hugging_face_see_one_example():
         load = loader_of(dataset, 12)
         load(np.array([3, 5, 7]))
         is_plain = dataset.format["type"] == "numpy"
-        assert (load.way[0] == load.together) == is_plain
+        assert (load.way[0] == load.ask) == is_plain
     assert sizes[-3:] == [1, 1, 1]
 
 

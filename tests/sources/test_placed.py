@@ -7,7 +7,7 @@ from jax.sharding import AxisType, NamedSharding
 from small_runs import DATA, PARAMS, fit, keyed_trainer, new_trainer
 
 from dpmp import DPSGD, _processes, _random
-from dpmp.sources import _placed
+from dpmp.sources import _batches
 
 P = jax.P
 SIZE = 16
@@ -40,7 +40,7 @@ def load(indices):
 
 def load_shards(num_examples, mechanism, sharding, load=load):
     indices = np.arange(num_examples) + 20
-    return _placed.load_shards(load, indices, mechanism, sharding)
+    return _batches.load_shards(load, indices, mechanism, sharding)
 
 
 def test_microbatches_are_dealt_to_the_devices_in_turn():
@@ -123,7 +123,7 @@ def test_shardings_that_cannot_divide_a_batch_are_refused(name, size):
 def test_several_processes_need_a_sharding(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="batch_sharding must be given"):
-        _placed.check_sharding(None, make_mechanism())
+        _batches.check_sharding(None, make_mechanism())
 
 
 def test_the_first_process_draws_the_key(monkeypatch):

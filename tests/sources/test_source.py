@@ -125,7 +125,7 @@ def test_a_batch_of_one_that_depends_on_others_is_not_taken_for_rows():
     load = loader_of(Mixed(), 12)
     assert load.way[0] == load.one_by_one
     load = loader_of(AsBatchOfOne(), 12)
-    assert load.way[0] == load.together
+    assert load.way[0] == load.ask
 
 
 def test_one_example_is_not_taken_for_rows_of_the_same_bytes():
@@ -256,7 +256,7 @@ def test_the_number_of_examples_is_not_in_an_error_of_numpy(place, monkeypatch):
     load = loader_of({"x": np.zeros((12, 2))} if place == "ask" else Singles(), 12)
     load(np.array([1]))
     if place == "ask":  # x[indices] of a dataset of arrays
-        load.ask = full
+        load.way = full, load.way[1]
     elif place == "astype":
         monkeypatch.setattr(jax.dtypes, "canonicalize_dtype", full)
     else:

@@ -25,7 +25,7 @@ from small_runs import (
     same,
 )
 
-from dpmp.sources import _prefetch
+from dpmp.sources import _batches
 from dpmp.training._loop import Loop
 from dpmp.training._programs import Programs
 from dpmp.training._stops import Signals
@@ -256,7 +256,7 @@ def test_a_process_whose_source_hangs_ends_after_sigterm(tmp_path):
 
 
 def test_a_signal_after_an_error_does_not_make_its_step_free(tmp_path, monkeypatch):
-    is_raised, result = threading.Event(), _prefetch._result
+    is_raised, result = threading.Event(), _batches._result
 
     def announced(attempt):
         if attempt[1] is not None:
@@ -274,7 +274,7 @@ def test_a_signal_after_an_error_does_not_make_its_step_free(tmp_path, monkeypat
                 time.sleep(0.1)
             return super().__getitem__(indices)
 
-    monkeypatch.setattr(_prefetch, "_result", announced)
+    monkeypatch.setattr(_batches, "_result", announced)
     trainer = fresh_trainer()
     with pytest.raises(RuntimeError, match="FailureError"):
         fit(trainer, tmp_path, data=Slow(4, fail), prefetch=2)
