@@ -20,7 +20,7 @@ import numpy as np
 import dpmp
 from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Program, Session, finding
-from benchmarks.models import GPT2, TINY_GPT2
+from benchmarks.models import GPT2, TINY
 from dpmp.numerics import BoundedSums
 
 _RESOLUTION = 2**22
@@ -125,11 +125,11 @@ def _largest_change(total: Callable[[np.ndarray], Any], size: int) -> float:
 
 def repetitions(session: Session) -> Iterator[dict[str, Any]]:
     """A model with embeddings of which examples use the same rows over and over."""
-    params, tokens, loss = _small_transformer(session.is_tiny)
-    size = len(tokens)
+    params, batch, loss = _small_transformer(session.is_tiny)
+    size = len(batch["tokens"])
     for name, options in (("", programs.REPEATABLE), (", not asked for", {})):
-        program = _bounded_program(loss, params, tokens, 2, options)
-        total = functools.partial(program.jitted(), params, tokens)
+        program = _bounded_program(loss, params, batch, 2, options)
+        total = functools.partial(program.jitted(), params, batch)
         runs = [np.asarray(total(np.zeros(size, bool))) for _ in range(5)]
         differing = max(int(np.sum(x != runs[0])) for x in runs)
         what = f"entries that differ from run to run{name}"
@@ -139,15 +139,14 @@ def repetitions(session: Session) -> Iterator[dict[str, Any]]:
         yield finding(what, change, 1, is_promised=not name)
 
 
-def _small_transformer(is_tiny: bool) -> tuple[Any, jax.Array, Callable[..., Any]]:
+def _small_transformer(is_tiny: bool) -> tuple[Any, Any, Callable[..., Any]]:
     """Bfloat16 parameters, tokens that repeat, and a loss."""
-    shape = GPT2(2, 256, 4, vocabulary=512, positions=128)
-    shape = TINY_GPT2 if is_tiny else shape
-    params = shape.init(jax.random.key(0))
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    length = min(100, shape.positions)
+    sizes = {"vocabulary_size": 512, "width": 256, "num_layers": 2, "num_heads": 4}
+    length, sizes = (8, TINY) if is_tiny else (100, sizes)
+    task = GPT2(4, length, **sizes)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), task.params)
     tokens = jax.random.randint(jax.random.key(1), (4, length), 0, 3)
-    return params, tokens, shape.loss_fn()
+    return params, {**task.batch, "tokens": tokens}, task.loss_fn
 
 
 def norms(session: Session) -> Iterator[dict[str, Any]]:

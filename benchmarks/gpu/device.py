@@ -63,9 +63,6 @@ def run_noise(session: Session) -> None:
     """
     size = 2**12 if session.is_tiny else 2**30
 
-    def make_args() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros(size, jnp.int32), jnp.int32(0)
-
     def discrete(resolution: int, steps: jax.Array, step: jax.Array) -> jax.Array:
         key = jax.random.key(0)
         privatizer: Any = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
@@ -90,7 +87,7 @@ def run_noise(session: Session) -> None:
     programs.compare(
         session,
         functions,
-        make_args,
+        (jnp.zeros(size, jnp.int32), jnp.int32(0)),
         reference="jax.random.normal",
         rounds=7,
         more=more,

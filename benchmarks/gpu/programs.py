@@ -151,7 +151,7 @@ def _peak_bytes() -> int:
 def compare(
     session: Session,
     functions: Mapping[str, Callable[..., Any]],
-    make_args: Callable[[], tuple[Any, ...]],
+    args: tuple[Any, ...],
     *,
     reference: str,
     kind: Callable[[str], str] = lambda name: name,
@@ -164,7 +164,7 @@ def compare(
     Args:
       session: the part.
       functions: by name, the most important first.
-      make_args: the arguments of all of them.
+      args: of all of them.
       reference: the name of the one that the others are compared with.
       kind: of a program with this name.
       rounds: in which all run in turn.
@@ -172,7 +172,6 @@ def compare(
         so that a run that is cut off has one.
       more: figures of a line that follow from the milliseconds.
     """
-    args = make_args()
     programs = {
         # What is proved of "bounded" sums takes sums that are the same at every run.
         name: Program(fun, args, REPEATABLE if "bounded" in name else {})
