@@ -14,7 +14,6 @@ A line has the mean and the standard error of loss and accuracy on held-out imag
 seed decides the split and the first parameters, alike in all rows.
 """
 
-import math
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -118,8 +117,8 @@ def _mechanism(
 
 
 def _with_error(values: list[float]) -> dict[str, float]:
-    error = np.std(values) / math.sqrt(max(len(values) - 1, 1))
-    return {"mean": round(float(np.mean(values)), 4), "error": round(float(error), 4)}
+    mean, error = harness.mean_and_error(values)
+    return {"mean": round(mean, 4), "error": round(error, 4)}
 
 
 if __name__ == "__main__":

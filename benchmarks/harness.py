@@ -228,6 +228,12 @@ def rounded(
     return {k: round(x / unit, digits) for k, x in figures.items() if x is not None}
 
 
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean over seeds, and its standard error; 0 for a single seed."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return statistics.fmean(values), deviation / len(values) ** 0.5
+
+
 _PROCESS = pathlib.Path("/proc/self")
 
 

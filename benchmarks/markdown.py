@@ -1,11 +1,10 @@
 """Result lines as tables of Markdown."""
 
 import json
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, mean_and_error
 
 Line = dict[str, Any]
 
@@ -93,10 +92,9 @@ def _get(row: Line, path: str) -> Any:
 
 def mean_with_error(values: Sequence[float]) -> str:
     """The mean with its standard error, if there are several values."""
-    mean = statistics.fmean(values)
     if len(values) == 1:
-        return f"{mean:.3f}"
-    return f"{mean:.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
+        return f"{values[0]:.3f}"
+    return "{:.3f} ± {:.3f}".format(*mean_and_error(values))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -27,6 +27,7 @@ import dpmp
 import dpmp.__main__
 from benchmarks import accuracy_tasks
 from benchmarks.figures import few_bits, selfcheck
+from benchmarks.harness import mean_and_error
 from benchmarks.markdown import read
 from dpmp.numerics import parse_arithmetic
 
@@ -296,7 +297,7 @@ def accuracy_by_epsilon() -> Figure:
     colors = {"dpmp": BLUE, "jax_privacy": ORANGE, "Opacus": GREEN}
     for library, color in colors.items():
         some = [x for x in lines if x["library"] == library and x["epsilon"]]
-        found = [_mean_and_error(x["accuracy"]) for x in some]
+        found = [mean_and_error(x["accuracy"]) for x in some]
         means, errors = zip(*found, strict=True)
         style = {"fmt": "o-", "ms": 4, "color": color, "label": library}
         axes.errorbar([x["epsilon"] for x in some], means, errors, **style)
@@ -354,10 +355,6 @@ def memory() -> Figure:
     axes.set_xlim(0, 33)
     axes.legend(loc="lower right")
     return figure
-
-
-def _mean_and_error(values: Any) -> tuple[float, float]:
-    return float(np.mean(values)), float(np.std(values, ddof=1) / len(values) ** 0.5)
 
 
 def _draw_plan(output: pathlib.Path) -> None:

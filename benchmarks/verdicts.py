@@ -8,6 +8,7 @@ are within two standard errors, and "no" if they are not.
     python -m benchmarks.verdicts                # a quarter of an hour on two cores
 """
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
@@ -184,13 +185,13 @@ def benchmark(
         optimizer=_OPTIMIZER,
         policies=[policy],
     )
-    losses = {
-        x: _losses_after(chosen, params, data, mechanism, x, seeds)
-        for x in ("float32", policy)
-    }
-    means = [float(np.mean(x)) for x in losses.values()]
-    errors = [np.std(x, ddof=1) / len(x) ** 0.5 for x in losses.values()]
-    is_close = bool(abs(means[0] - means[1]) <= 2 * np.hypot(*errors))
+    policies = ("float32", policy)
+    found = [
+        harness.mean_and_error(_losses_after(chosen, params, data, mechanism, x, seeds))
+        for x in policies
+    ]
+    means, errors = zip(*found, strict=True)
+    is_close = abs(means[0] - means[1]) <= 2 * math.hypot(*errors)
     yield {
         "policy": policy,
         "safe": verdict.is_safe and not verdict.float32_paths,
@@ -198,8 +199,8 @@ def benchmark(
         **harness.rounded(
             {x: getattr(verdict, x) for x in ("kept", "aside", "error")}, 4
         ),
-        "losses": dict(zip(losses, means, strict=True)),
-        "standard_errors": dict(zip(losses, map(float, errors), strict=True)),
+        "losses": dict(zip(policies, means, strict=True)),
+        "standard_errors": dict(zip(policies, errors, strict=True)),
         "same_loss": is_close,
     }
 
