@@ -79,13 +79,8 @@ def language_model(
 
 
 GPT2 = partial(language_model, "gpt2", vocabulary_size=50257, context=1024)
-TINY = {
-    "vocabulary_size": 40,
-    "width": 16,
-    "num_layers": 1,
-    "num_heads": 2,
-    "context": 16,
-}
+TINY: dict[str, Any] = {"vocabulary_size": 40, "width": 16, "num_layers": 1}
+TINY |= {"num_heads": 2, "num_key_value_heads": 1, "hidden_width": 24, "context": 16}
 
 
 def random_text(vocabulary: int, batch_size: int, length: int) -> dict[str, Any]:

@@ -141,8 +141,8 @@ def repetitions(session: Session) -> Iterator[dict[str, Any]]:
 
 def _small_transformer(is_tiny: bool) -> tuple[Any, Any, Callable[..., Any]]:
     """Bfloat16 parameters, tokens that repeat, and a loss."""
-    sizes = {"vocabulary_size": 512, "width": 256, "num_layers": 2, "num_heads": 4}
-    length, sizes = (8, TINY) if is_tiny else (100, sizes)
+    sizes: Any = {"width": 256, "num_layers": 2, "num_heads": 4}
+    length, sizes = (8, TINY) if is_tiny else (100, {"vocabulary_size": 512, **sizes})
     task = GPT2(4, length, **sizes)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), task.params)
     tokens = jax.random.randint(jax.random.key(1), (4, length), 0, 3)

@@ -156,10 +156,12 @@ def compare(
     reference: str,
     kind: Callable[[str], str] = lambda name: name,
     rounds: int = 10,
-    has_early_lines: bool = False,
     more: Callable[[dict[str, float]], dict[str, Any]] = lambda milliseconds: {},
 ) -> None:
     """Tries functions, and times the fastest of each kind in turn.
+
+    There is a line whenever the fastest of a kind changed, so that a run that is cut
+    off has one.
 
     Args:
       session: the part.
@@ -168,8 +170,6 @@ def compare(
       reference: the name of the one that the others are compared with.
       kind: of a program with this name.
       rounds: in which all run in turn.
-      has_early_lines: whether there is a line whenever the fastest of a kind changed,
-        so that a run that is cut off has one.
       more: figures of a line that follow from the milliseconds.
     """
     programs = {
@@ -196,7 +196,7 @@ def compare(
         calls[name], trials[name], before = call, seconds, best
         by_time = sorted(trials, key=trials.__getitem__, reverse=True)
         best = {kind(x): x for x in by_time}
-        if has_early_lines and best != before and len(best) > 1:
+        if best != before and len(best) > 1:
             time_best(3)
     time_best(rounds)
 
