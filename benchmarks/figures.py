@@ -236,7 +236,7 @@ def few_bits(
 ) -> tuple[float, float]:
     """By how many per cent a format is worse than another, with its standard error."""
     scores = _scores()[task][privacy]
-    worse = 100 * (scores[row] - scores[than])
+    worse: Any = 100 * (scores[row] - scores[than])
     return mean_and_error(-worse if task == "digits" else worse / scores[than])
 
 
