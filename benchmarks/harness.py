@@ -183,11 +183,9 @@ def _version(package: str) -> str | None:
 
 
 class Measured(NamedTuple):
-    """What contenders take, by name."""
+    """The times of contenders, by name."""
 
     seconds: Mapping[str, list[float]]  # in each round, in which all run in turn
-    temp_bytes: Mapping[str, float] = {}  # besides arguments and results
-    compile_seconds: Mapping[str, float] = {}  # with tracing
 
     def medians(self) -> dict[str, float]:
         """The median seconds of each."""
@@ -196,10 +194,6 @@ class Measured(NamedTuple):
     def milliseconds(self) -> dict[str, float]:
         """The medians of the rounds."""
         return rounded(self.medians(), 3, unit=1e-3)
-
-    def megabytes(self) -> dict[str, float]:
-        """Of temporary memory."""
-        return rounded(self.temp_bytes, 2, unit=1e6)
 
     def ratio(self, name: str, reference: str) -> float:
         """The time of one over that of another, the median of those within a round."""

@@ -174,6 +174,13 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(losses)
 
 
+def scores(params: Any, held_out: Arrays) -> tuple[float, float]:
+    """The mean loss on held-out examples, and the accuracy."""
+    found = np.argmax(logits(params, held_out["features"]), axis=1)
+    accuracy = float(np.mean(found == held_out["label"]))
+    return float(loss_fn(params, held_out)), accuracy
+
+
 def train_with_dpmp(run: Run) -> Any:
     """The parameters after training."""
     trainer = dpmp.DPTrainer(
@@ -262,14 +269,12 @@ def benchmark(
         mechanism = mechanism.calibrate(epsilon=epsilon, delta=DELTA)
     else:
         mechanism = mechanism.without_privacy()
-    accuracies, losses = [], []
+    found = []
     for seed, (train, held_out) in enumerate(splits):
         initial = setting.initial_params(train["features"].shape[1], seed)
         run = Run(setting, initial, mechanism, train, seed)
-        params = LIBRARIES[library](run)
-        found = np.argmax(logits(params, held_out["features"]), axis=1)
-        accuracies.append(round(float(np.mean(found == held_out["label"])), 4))
-        losses.append(round(float(loss_fn(params, held_out)), 4))
+        found.append(scores(LIBRARIES[library](run), held_out))
+    losses, accuracies = ([round(x, 4) for x in xs] for xs in zip(*found, strict=True))
     yield {
         "epsilon": epsilon if is_private else None,
         "delta": DELTA if is_private else None,

@@ -130,7 +130,7 @@ def _difference(params: Any, batch: Any) -> jax.Array:
 
 
 _ZERO_HEAD = {"second": jnp.zeros((_WIDTH, _CLASSES))}
-_PAIR = dict.fromkeys(("second", "third"), jnp.full((_WIDTH, _CLASSES), 500.0))
+_HEAD = jnp.full((_WIDTH, _CLASSES), 500.0)
 _LARGE_BIAS = {"scale": jnp.full(_WIDTH, 300.0)}
 TASKS = {
     "mlp": Task(_plain, "bf16 fp16 float8"),
@@ -144,7 +144,9 @@ TASKS = {
     "exponentials": Task(_exponential, "fp16", 2.0),
     "offset": Task(_offset, "bf16", initial=_LARGE_BIAS),
     "far softmax": Task(_far_softmax, "bf16 fp16", initial=_ZERO_HEAD),
-    "difference": Task(_difference, "bf16 fp16", initial=_PAIR),
+    "difference": Task(
+        _difference, "bf16 fp16", initial={"second": _HEAD, "third": _HEAD}
+    ),
 }
 _POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "float8": "float8"}
 PAIRS = [f"{name}, {x}" for name, task in TASKS.items() for x in task.policies.split()]

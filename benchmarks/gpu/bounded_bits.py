@@ -19,7 +19,7 @@ import numpy as np
 
 import dpmp
 from benchmarks.gpu import programs
-from benchmarks.gpu.programs import Program, Session, finding
+from benchmarks.gpu.programs import Session, finding
 from benchmarks.models import GPT2, TINY
 from dpmp.numerics import BoundedSums
 
@@ -37,13 +37,9 @@ def _linear_loss(w: jax.Array, batch: Any) -> jax.Array:
     return jnp.sum(products)
 
 
-def _bounded_program(
-    loss: Callable[..., Any],
-    params: Any,
-    batch: Any,
-    microbatch_size: int,
-    options: Any = programs.REPEATABLE,
-) -> Program:
+def _bounded_sum(
+    loss: Callable[..., Any], microbatch_size: int, options: Any = programs.REPEATABLE
+) -> Callable[..., Any]:
     fn = dpmp.clipped_grad(
         loss,
         l2_clip_norm=1.0,
@@ -57,8 +53,7 @@ def _bounded_program(
         leaves = jax.tree.leaves(total, is_leaf=lambda x: isinstance(x, dpmp.GridArray))
         return jnp.concatenate([leaf.counts.ravel() for leaf in leaves])
 
-    empty = jax.ShapeDtypeStruct((len(jax.tree.leaves(batch)[0]),), bool)
-    return Program(steps, (params, batch, empty), options)
+    return programs.jitted(steps, options)
 
 
 def _factors(is_tiny: bool, dtype: Any) -> dict[str, dict[str, jax.Array]]:
@@ -102,8 +97,7 @@ def bounded_sums(session: Session) -> Iterator[dict[str, Any]]:
     for dtype, microbatch_size in sizes:
         cases = _factors(session.is_tiny, dtype)
         w = _zero_weights(cases["random"])
-        program = _bounded_program(_linear_loss, w, cases["random"], microbatch_size)
-        total = functools.partial(program.jitted(), w)
+        total = functools.partial(_bounded_sum(_linear_loss, microbatch_size), w)
         where = f"{np.dtype(dtype).name}, microbatches of {microbatch_size}"
         for name, batch in cases.items():
             change = _largest_change(functools.partial(total, batch), len(batch["x"]))
@@ -128,8 +122,7 @@ def repetitions(session: Session) -> Iterator[dict[str, Any]]:
     params, batch, loss = _small_transformer(session.is_tiny)
     size = len(batch["tokens"])
     for name, options in (("", programs.REPEATABLE), (", not asked for", {})):
-        program = _bounded_program(loss, params, batch, 2, options)
-        total = functools.partial(program.jitted(), params, batch)
+        total = functools.partial(_bounded_sum(loss, 2, options), params, batch)
         runs = [np.asarray(total(np.zeros(size, bool))) for _ in range(5)]
         differing = max(int(np.sum(x != runs[0])) for x in runs)
         what = f"entries that differ from run to run{name}"
@@ -152,7 +145,15 @@ def _small_transformer(is_tiny: bool) -> tuple[Any, Any, Callable[..., Any]]:
 def norms(session: Session) -> Iterator[dict[str, Any]]:
     """Beside norms in float64 on the host."""
     cases = _factors(session.is_tiny, jnp.float32)
-    run_norms = _norm_program(cases["random"]).jitted()
+    fn = dpmp.clipped_grad(
+        _linear_loss,
+        l2_clip_norm=1e9,
+        method="book_keeping",
+        arithmetic="bounded",
+        microbatch_size=2,
+        return_grad_norms=True,
+    )
+    run_norms = jax.jit(lambda w, batch: fn(w, batch)[1].grad_norms)
     for name, batch in cases.items():
         found = np.asarray(run_norms(_zero_weights(batch), batch)).astype(np.float64)
         x, g = (np.asarray(batch[k]).astype(np.float64) for k in "xg")
@@ -167,16 +168,3 @@ def norms(session: Session) -> Iterator[dict[str, Any]]:
             # With a product in TF32 it would be 2^-12 or more.
             error = np.max(np.abs(found / exact - 1))
             yield finding(f"relative error of a norm; {name}", error, 2.0**-16)
-
-
-def _norm_program(batch: Any) -> Program:
-    fn = dpmp.clipped_grad(
-        _linear_loss,
-        l2_clip_norm=1e9,
-        method="book_keeping",
-        arithmetic="bounded",
-        microbatch_size=2,
-        return_grad_norms=True,
-    )
-    args = _zero_weights(batch), batch
-    return Program(lambda w, batch: fn(w, batch)[1].grad_norms, args)
