@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import optimize, stats
+from dp_accounting.pld import common
+from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
+from scipy import stats
 
 from benchmarks.harness import mean_and_error
 from benchmarks.markdown import Line, mean_with_error, pivot, read
@@ -243,14 +245,11 @@ def few_bits(
 def _attacker(epsilon: float) -> dict[str, str]:
     """What (epsilon, 1e-5) allows an attacker with 1 % of false positives."""
     delta, false_alarms = 1e-5, 0.01
-
-    def excess(mu: float) -> float:
-        below, above = stats.norm.cdf(np.array([mu, -mu]) / 2 - epsilon / mu)
-        return float(below - math.exp(epsilon) * above - delta)
-
     growth = math.exp(epsilon)
     bounds = growth * false_alarms + delta, 1 - (1 - delta - false_alarms) / growth
-    mu = optimize.brentq(excess, 1e-3, 50)
+    claim = common.DifferentialPrivacyParameters(epsilon, delta)
+    noise = GaussianPrivacyLoss.from_privacy_guarantee(claim)
+    mu = 1 / noise.standard_deviation
     of_noise = stats.norm.cdf(stats.norm.ppf(false_alarms) + mu)
     return {
         "sure": _percent(growth / (1 + growth)),

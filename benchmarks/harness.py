@@ -32,8 +32,6 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 Lines = Iterator[dict[str, Any]]
 
-# -------------------------------------------------------------------- command lines
-
 
 class Each(NamedTuple):
     """Marks a flag that takes several values, each of which is measured."""
@@ -106,8 +104,6 @@ def run_for(command: Sequence[str], seconds: float, **options: Any) -> str:
             pass  # nothing is left of it
 
 
-# --------------------------------------------------------------------- result lines
-
 _PACKAGES = (
     "dpmp-jax",
     "jax",
@@ -177,9 +173,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-# ----------------------------------------------------------------- time and memory
 
 
 class Measured(NamedTuple):

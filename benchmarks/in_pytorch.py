@@ -38,9 +38,6 @@ def _with_weight(layer: nn.Module, weight: Any) -> Any:
     return layer
 
 
-# ---------------------------------------------- whole steps of `models.transformer`
-
-
 def steps(
     params: Any, tokens: np.ndarray, *, heads: int, in_bfloat16: bool
 ) -> dict[str, Callable[[], Callable[[], float]]]:
@@ -148,9 +145,6 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-# ------------------------------------------------------------ the models of `utility`
 
 
 def classifier(initial: Any) -> nn.Module:

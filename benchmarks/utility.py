@@ -62,14 +62,9 @@ def digits(seed: int) -> tuple[Arrays, Arrays]:
     return take(order[359:]), take(order[:359])
 
 
-def emails(seed: int) -> tuple[Arrays, Arrays]:
-    """Vectors of e-mails to train on, and of others; the label of spam is 1."""
-    del seed
-    return _vectors_of_emails()
-
-
 @functools.cache
-def _vectors_of_emails() -> tuple[Arrays, Arrays]:
+def emails() -> tuple[Arrays, Arrays]:
+    """Vectors of e-mails to train on, and of others; the label of spam is 1."""
     from examples import llm, records  # their packages come with the extra `llm`
     from examples.llm import bert
 
@@ -136,7 +131,7 @@ class Setting(NamedTuple):
 
 SETTINGS = {
     "digits": Setting(digits, network, 256, 0.02),
-    "e-mails": Setting(emails, linear, 512, 0.1, True, 0.99, (_BERT,)),
+    "e-mails": Setting(lambda _: emails(), linear, 512, 0.1, True, 0.99, (_BERT,)),
 }
 
 

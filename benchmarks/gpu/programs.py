@@ -42,9 +42,6 @@ class Session:
         harness.append(self.folder, "gpu", **part, **size, **figures)
 
 
-# --------------------------------------------------------------------------- findings
-
-
 def finding(
     what: str, value: Any, allowed: float, *, is_promised: bool = True
 ) -> dict[str, Any]:
@@ -74,9 +71,6 @@ def run_checks(
 
 def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:600]}"
-
-
-# --------------------------------------------------------------------------- programs
 
 
 def jitted(fun: Callable[..., Any], options: Mapping[str, Any] = REPEATABLE) -> Any:

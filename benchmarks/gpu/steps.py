@@ -71,8 +71,6 @@ def _in_bfloat16(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
-# ----------------------------------------------------------------------------- models
-
 # Microbatch sizes of each kind, the most promising first; None is the whole batch.
 Sizes = Mapping[str, tuple[int | None, ...]]
 
@@ -219,8 +217,6 @@ def _rate_of_products(session: Session) -> float:
     jax.block_until_ready(call())
     return 2 * size**3 / programs.fastest_seconds(call)
 
-
-# ----------------------------------------------------------------------------- float8
 
 _WIDE: dict[str, Any] = {"vocabulary_size": 8192, "width": 2048}
 _WIDE |= {"num_layers": 4, "num_heads": 16}
