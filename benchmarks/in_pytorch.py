@@ -46,32 +46,28 @@ def steps(
     The parameters are those of `models.transformer`, with its layers in a list. They
     are float32; the model computes in bfloat16 under `torch.autocast`.
     """
-    modes = {"torch, plain": None, "Opacus, hooks": "hooks", "Opacus, ghost": "ghost"}
-    return {
-        name: functools.partial(_make_step, params, tokens, heads, mode, in_bfloat16)
-        for name, mode in modes.items()
-    }
-
-
-def _make_step(
-    params: Any, tokens: np.ndarray, heads: int, mode: str | None, in_bfloat16: bool
-) -> Callable[[], float]:
-    model, optimizer, loss_fn = trainer(params, tokens, heads, mode)
     inputs = torch.from_numpy(tokens.astype(np.int64))
-    # The privacy engine needs to know how the loss of tokens becomes one of sequences.
-    shape = {"shape": inputs[:, 1:].shape} if mode == "ghost" else {}
 
-    def step() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
-            logits = model(inputs)[:, :-1]
-        logits = logits.float().reshape(-1, logits.shape[-1])
-        loss = loss_fn(logits, inputs[:, 1:].reshape(-1), **shape)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+    def make_step(mode: str | None) -> Callable[[], float]:
+        model, optimizer, loss_fn = trainer(params, tokens, heads, mode)
+        # The privacy engine needs to know how the loss of tokens becomes one of
+        # sequences.
+        shape = {"shape": inputs[:, 1:].shape} if mode == "ghost" else {}
 
-    return step
+        def step() -> float:
+            with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
+                logits = model(inputs)[:, :-1]
+            logits = logits.float().reshape(-1, logits.shape[-1])
+            loss = loss_fn(logits, inputs[:, 1:].reshape(-1), **shape)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        return step
+
+    modes = {"torch, plain": None, "Opacus, hooks": "hooks", "Opacus, ghost": "ghost"}
+    return {name: functools.partial(make_step, mode) for name, mode in modes.items()}
 
 
 def trainer(

@@ -26,13 +26,9 @@ def read(benchmark: str, *keys: str, **wanted: Any) -> list[Line]:
 
 
 def pivot(lines: Iterable[Line], row: str, column: str, value: str) -> Iterable[Line]:
-    """A row for each value of a field, with the mean over seeds for each column.
+    """A row for each value of the field `row`, with the mean over seeds in each column.
 
-    Args:
-      lines: with the value of one seed or a list of those of several.
-      row: the field.
-      column: the name of the column, with fields in braces.
-      value: the field of values.
+    Lines have the value of one seed or a list of those of several.
     """
     rows: dict[Any, Line] = {}
     for x in lines:

@@ -6,7 +6,7 @@ The formulas are for book-keeping in bfloat16 with Adam, as `scaling.py` compile
 parameters, optimizer and noise are divided over all devices, and so is the batch.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.markdown import Line, table
 from dpmp.noise_addition import choose_resolution
@@ -81,12 +81,17 @@ def needs(model: Model) -> dict[str, float]:
     }
 
 
-def rounding_share(num_parameters: int) -> float:
-    """What rounding takes of the clip norm, for a noise multiplier of 1."""
-    sums = parse_arithmetic("bounded", method="book_keeping")
+def rounding_share(num_parameters: int, arithmetic: str = "bounded") -> float:
+    """What rounding to the grid takes of the clip norm, for a noise multiplier of 1."""
+    sums = arithmetic_of(arithmetic)
     resolution = choose_resolution(1.0, num_parameters, sums)
-    assert resolution is not None
-    return sums.rounding_share(num_parameters, resolution)
+    return sums.rounding_share(num_parameters, resolution or 0)
+
+
+def arithmetic_of(name: str) -> Any:
+    """The arithmetic with this name, for the method that it is the default of."""
+    method = "book_keeping" if name == "bounded" else "per_example"
+    return parse_arithmetic(name, method=method)
 
 
 def _norm_flops(model: Model) -> float:

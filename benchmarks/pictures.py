@@ -26,11 +26,10 @@ from matplotlib.figure import Figure
 
 import dpmp
 import dpmp.__main__
-from benchmarks import accuracy_tasks
+from benchmarks import accuracy_tasks, needs
 from benchmarks.figures import few_bits, selfcheck
 from benchmarks.harness import mean_and_error
 from benchmarks.markdown import read
-from dpmp.numerics import parse_arithmetic
 
 OUTPUT = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
 BLUE, ORANGE, GREEN, GREY = "#2b8cc4", "#d55e00", "#009e73", "#76797e"
@@ -245,21 +244,8 @@ def _change_of_running_sum(num_examples: int, dtype: Any) -> float:
 
 def _reserve(name: str, num_parameters: int) -> float:
     """The share of the clip norm that an arithmetic leaves for rounding."""
-    method = "book_keeping" if name == "bounded" else "per_example"
-    mechanism = dpmp.DPSGD(
-        num_examples=100_000,
-        expected_batch_size=1000,
-        iterations=100,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
-        num_parameters=num_parameters,
-        method=method,
-        arithmetic=name,
-        microbatch_size=16,
-    )
-    arithmetic = parse_arithmetic(name, method=method)
-    on_grid = arithmetic.rounding_share(num_parameters, mechanism.resolution or 0)
-    return 1 - (1 - on_grid) / (1 + arithmetic.rounding_reserve)
+    reserve = needs.arithmetic_of(name).rounding_reserve
+    return 1 - (1 - needs.rounding_share(num_parameters, name)) / (1 + reserve)
 
 
 def contributions() -> Figure:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import dpmp
 from benchmarks.gpu import programs
@@ -137,7 +138,7 @@ def _small_transformer(is_tiny: bool) -> tuple[Any, Any, Callable[..., Any]]:
     sizes: Any = {"width": 256, "num_layers": 2, "num_heads": 4}
     length, sizes = (8, TINY) if is_tiny else (100, {"vocabulary_size": 512, **sizes})
     task = GPT2(4, length, **sizes)
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), task.params)
+    params = optax.tree.cast(task.params, jnp.bfloat16)
     tokens = jax.random.randint(jax.random.key(1), (4, length), 0, 3)
     return params, {**task.batch, "tokens": tokens}, task.loss_fn
 

@@ -140,7 +140,7 @@ def _peak_bytes() -> int:
 
 def compare(
     session: Session,
-    functions: Mapping[str, Callable[..., Any]],
+    functions: Mapping[str, Callable[..., Any]],  # the most important first
     args: tuple[Any, ...],
     *,
     reference: str,
@@ -151,16 +151,8 @@ def compare(
     """Tries functions, and times the fastest of each kind in turn.
 
     There is a line whenever the fastest of a kind changed, so that a run that is cut
-    off has one.
-
-    Args:
-      session: the part.
-      functions: by name, the most important first.
-      args: of all of them.
-      reference: the name of the one that the others are compared with.
-      kind: of a program with this name.
-      rounds: in which all run in turn.
-      more: figures of a line that follow from the milliseconds.
+    off has one. `kind` is that of a program with this name, and `more` gives figures
+    that follow from the milliseconds.
     """
 
     def time_best(rounds: int) -> None:

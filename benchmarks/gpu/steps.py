@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import dpmp
 from benchmarks import harness
@@ -67,9 +68,7 @@ _KINDS: dict[str, Make] = {
 _SLOW = (_EXACT, _FINE, "jax_privacy")
 
 
-def _in_bfloat16(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
-
+_in_bfloat16 = functools.partial(optax.tree.cast, dtype=jnp.bfloat16)
 
 # Microbatch sizes of each kind, the most promising first; None is the whole batch.
 Sizes = Mapping[str, tuple[int | None, ...]]
