@@ -14,10 +14,9 @@ A line has the mean and the standard error of loss and accuracy on held-out imag
 seed decides the split and the first parameters, alike in all rows.
 """
 
-import math
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 import optax
 
 import dpmp
@@ -83,13 +82,12 @@ def _measure(
         optimizer=optax.sgd(learning_rate),
         policy="float32",
     )
-    losses, accuracies = [], []
+    found = []
     for seed, (train, held_out) in enumerate(splits):
         initial = utility.network(train["features"].shape[1], seed)
         params = trainer.fit(trainer.init(initial), train, progress=False).params
-        found = np.argmax(utility.logits(params, held_out["features"]), axis=1)
-        accuracies.append(float(np.mean(found == held_out["label"])))
-        losses.append(float(utility.loss_fn(params, held_out)))
+        found.append(utility.scores(params, held_out))
+    losses, accuracies = zip(*found, strict=True)
     return {"loss": _with_error(losses), "accuracy": _with_error(accuracies)}
 
 
@@ -117,9 +115,9 @@ def _mechanism(
     )
 
 
-def _with_error(values: list[float]) -> dict[str, float]:
-    error = np.std(values) / math.sqrt(max(len(values) - 1, 1))
-    return {"mean": round(float(np.mean(values)), 4), "error": round(float(error), 4)}
+def _with_error(values: Sequence[float]) -> dict[str, float]:
+    mean, error = harness.mean_and_error(values)
+    return {"mean": round(mean, 4), "error": round(error, 4)}
 
 
 if __name__ == "__main__":

@@ -7,16 +7,20 @@ figure there. The tables of benchmarks/README.md need no entry, because `report.
 makes them.
 """
 
+import functools
 import math
 import pathlib
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import optimize, stats
+from dp_accounting.pld import common
+from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
+from scipy import stats
 
-from benchmarks.markdown import Line, mean_with_error, read
+from benchmarks.harness import mean_and_error
+from benchmarks.markdown import Line, mean_with_error, pivot, read
 
 _PASSAGES = pathlib.Path(__file__).with_suffix(".toml")
 
@@ -51,6 +55,14 @@ def fields() -> dict[str, Any]:
     shown = selfcheck(
         "Share of noisy sums whose last bits reveal the sum without noise"
     )
+    by_noise = "accuracy_by_noise", "data epsilon noise"
+    by_task = "accuracy_by_precision", "task row"
+    of_seeds = read("accuracy_by_precision", "task", "row", "seed", is_private=True)
+    keys = ("task", "is_private", "seed")
+    naive = read("accuracy_by_precision", *keys, row="bf16 naive")
+    noise = read("large_runs", "device", question="noise")
+    wanted = {"num_examples": 10**9, "sampling_prob": 1e-4}
+    (batch,) = read("large_runs", "num_examples", **wanted)
     return {
         "size": selfcheck("Largest norm of a clipped gradient, over the clip norm"),
         "change": selfcheck(
@@ -62,8 +74,8 @@ def fields() -> dict[str, Any]:
         "small": _times("transformer, 3M", 64, dtype="bfloat16"),
         "large": _times("SmolLM2, 135M", 8, dtype="bfloat16"),
         "lstm": _times("lstm", 64),
-        "digits": _by_epsilon("digits"),
-        "spam": _by_epsilon("e-mails"),
+        "digits": _by("utility", "epsilon library", _accuracy, data="digits"),
+        "spam": _by("utility", "epsilon library", _accuracy, data="e-mails"),
         "emails": _three_steps_on_emails(),
         "epoch": _epoch_on_emails(),
         "audits": _audits(),
@@ -71,14 +83,41 @@ def fields() -> dict[str, Any]:
         "sound": _sabotage(is_none=True),
         "verdicts": _verdicts(),
         "choice": _default_choices(),
-        **_accuracy_by_noise(),
-        **_states(),
+        "loss": _by(*by_noise, lambda x: x["loss"]["mean"]),
+        "accuracy": _by(*by_noise, lambda x: Span([x["accuracy"]["mean"]])),
+        "score": {
+            x["task"]: x["cells"] for x in pivot(of_seeds, "task", "{row}", "score")
+        },
+        "bytes": _by(*by_task, lambda x: x.get("bytes_per_parameter"), is_private=True),
+        "lost_updates": Span(x["lost_updates"] for x in naive),
         **_few_bits(),
-        "lora": _packed_bases(),
-        "noise": _noise_of_large_runs(),
-        "batch": _batch_of_large_runs(),
+        "lora": _by("lora", "base", _megabytes),
+        "noise": Span(x["milliseconds"]["exact"] for x in noise),
+        "batch": batch["milliseconds"]["indices"],
         "attack": {str(x): _attacker(x) for x in (0.5, 1.0, 2.0, 4.0, 8.0)},
     }
+
+
+def _by(
+    benchmark: str, keys: str, figure: Callable[[Line], Any], **wanted: Any
+) -> dict[str, Any]:
+    """A figure of the last line for each combination of keys, in nested dicts."""
+    names, found = keys.split(), {}
+    for x in read(benchmark, *names, **wanted):
+        *outer, last = (str(x[name]) for name in names)
+        row = functools.reduce(lambda row, key: row.setdefault(key, {}), outer, found)
+        row[last] = figure(x)
+    return found
+
+
+def _accuracy(line: Line) -> str:
+    return mean_with_error(line["accuracy"])
+
+
+def _megabytes(line: Line) -> dict[str, int]:
+    """Of a frozen model, and of a step for its adapters."""
+    step = line["argument_megabytes"] + line["temporary_megabytes"]
+    return {"base": line["base_megabytes"], "step": step}
 
 
 def selfcheck(measurement: str) -> dict[str, Span]:
@@ -102,15 +141,6 @@ def _times(task: str, batch_size: int, **wanted: Any) -> dict[str, dict[str, Spa
             for name, ratio in {**over, **best}.items():
                 times.setdefault(reference, {}).setdefault(name, Span()).append(ratio)
     return times
-
-
-def _by_epsilon(data: str) -> dict[str, dict[str, str]]:
-    """The accuracy for each epsilon and library."""
-    cells: dict[str, dict[str, str]] = {}
-    for x in read("utility", "library", "epsilon", data=data):
-        row = cells.setdefault(str(x["epsilon"]), {})
-        row[x["library"]] = mean_with_error(x["accuracy"])
-    return cells
 
 
 def _three_steps_on_emails() -> dict[str, str]:
@@ -172,130 +202,54 @@ def _default_choices() -> dict[str, Any]:
     }
 
 
-def _accuracy_by_noise() -> dict[str, Any]:
-    """Losses after one epoch and after four, by epsilon and noise, and accuracies."""
-    found: dict[str, Any] = {"once": {}, "four": {}, "accuracy": {}}
-    for x in read("accuracy_by_noise", "data", "epsilon", "noise"):
-        is_once = x["data"] == "digits, one epoch"
-        by_epsilon = found["once" if is_once else "four"]
-        by_epsilon.setdefault(str(x["epsilon"]), {})[x["noise"]] = x["loss"]["mean"]
-        if is_once and x["epsilon"] == 8:
-            found["accuracy"][x["noise"]] = Span([x["accuracy"]["mean"]])
-    return found
-
-
-def _states() -> dict[str, Any]:
-    """The bytes of a parameter and its averages, and scores, by precision."""
-    keys = ("task", "is_private", "row", "seed")
-    lines = read("accuracy_by_precision", *keys, is_private=True)
-    state: dict[str, dict[str, Any]] = {}
-    adapters: dict[str, dict[str, Any]] = {}
-    for scored in _by(lines, "task", "row"):
-        task, row = scored[-1]["task"], scored[-1]["row"]
-        size = scored[-1].get("bytes_per_parameter")
-        score = mean_with_error([x["score"] for x in scored])
-        if task.startswith("adapters"):
-            adapters[task.split()[1]] = {"size": size, "score": score}
-        else:
-            state.setdefault(row, {})[task] = score
-            if task == "digits":
-                state[row]["size"] = size
-    naive = read("accuracy_by_precision", *keys, row="bf16 naive")
-    lost = Span(x["lost_updates"] for x in naive)
-    return {"state": state, "adapters": adapters, "lost_updates": lost}
-
-
-def _by(lines: Iterable[Line], *keys: str) -> Iterable[list[Line]]:
-    """The lines with the same values of some keys."""
-    groups: dict[tuple[Any, ...], list[Line]] = {}
-    for x in lines:
-        groups.setdefault(tuple(x[key] for key in keys), []).append(x)
-    return groups.values()
-
-
 def _few_bits() -> dict[str, Any]:
     """How much worse formats of few bits are than wider ones, in per cent."""
-    tasks = {
-        "digits": "float32",
-        "transformer": "float32",
-        "SmolLM2 adapters": "mixed_bfloat16",
-    }
-    worse = {
-        (task, privacy, row): few_bits(task, privacy, row, than)
-        for task, than in tasks.items()
-        for privacy in ("epsilon 8", "epsilon 1", "none")
-        for row in scores_of(task, privacy)
-    }
-    texts: dict[str, dict[str, str]] = {}
-    for (task, privacy, row), figures in worse.items():
-        text = "{:.1f} ± {:.1f}".format(*figures)
-        texts.setdefault(f"{task}, {privacy}", {})[row] = text
+    adapters = "SmolLM2 adapters"
     small = ("mixed_bfloat16", "mixed_float16", "float8", "mxfp8", "int8")
     large = ("float8", "float32", "mixed_float16", "int8", "mxfp8")
+    texts: dict[str, Any] = {}
+    from_scratch, private_adapters = [], []
+    for task, by_privacy in _scores().items():
+        than = "mixed_bfloat16" if task == adapters else "float32"
+        for privacy, rows in by_privacy.items():
+            worse = {row: few_bits(task, privacy, row, than) for row in rows}
+            texts[f"{task}, {privacy}"] = {
+                row: "{:.1f} ± {:.1f}".format(*x) for row, x in worse.items()
+            }
+            if task != adapters:
+                from_scratch += [worse[row][0] for row in small]
+            elif privacy != "none":
+                private_adapters += [worse[row][0] for row in large]
     return {
         "few_bits": texts,
-        "most_of_few_bits": max(
-            x
-            for (task, _, row), (x, _) in worse.items()
-            if task != "SmolLM2 adapters" and row in small
-        ),
-        "most_of_private_adapters": max(
-            x
-            for (task, privacy, row), (x, _) in worse.items()
-            if task == "SmolLM2 adapters" and privacy != "none" and row in large
-        ),
+        "most_of_few_bits": max(from_scratch),
+        "most_of_private_adapters": max(private_adapters),
     }
 
 
-def scores_of(task: str, privacy: str) -> dict[str, np.ndarray]:
-    """The scores of all seeds, by format."""
-    lines = read("precision_at_epsilon", "row", task=task, privacy=privacy)
-    return {x["row"]: np.array(x["score"]) for x in lines}
+def _scores() -> dict[str, dict[str, dict[str, np.ndarray]]]:
+    """The scores of all seeds, by task, privacy and format."""
+    keys = "task privacy row"
+    return _by("precision_at_epsilon", keys, lambda x: np.array(x["score"]))
 
 
 def few_bits(
     task: str, privacy: str, row: str, than: str = "float32"
 ) -> tuple[float, float]:
     """By how many per cent a format is worse than another, with its standard error."""
-    scores = scores_of(task, privacy)
-    worse = 100 * (scores[row] - scores[than])
-    worse = -worse if task == "digits" else worse / scores[than]
-    return float(np.mean(worse)), float(np.std(worse, ddof=1) / len(worse) ** 0.5)
-
-
-def _packed_bases() -> dict[str, dict[str, int]]:
-    """Megabytes of a frozen model and of a step for its adapters."""
-    return {
-        x["base"]: {
-            "base": x["base_megabytes"],
-            "step": x["argument_megabytes"] + x["temporary_megabytes"],
-        }
-        for x in read("lora", "base")
-    }
-
-
-def _noise_of_large_runs() -> Span:
-    lines = read("large_runs", "device", question="noise")
-    return Span(x["milliseconds"]["exact"] for x in lines)
-
-
-def _batch_of_large_runs() -> float:
-    wanted = {"num_examples": 10**9, "sampling_prob": 1e-4}
-    (line,) = read("large_runs", "num_examples", **wanted)
-    return line["milliseconds"]["indices"]
+    scores = _scores()[task][privacy]
+    worse: Any = 100 * (scores[row] - scores[than])
+    return mean_and_error(-worse if task == "digits" else worse / scores[than])
 
 
 def _attacker(epsilon: float) -> dict[str, str]:
     """What (epsilon, 1e-5) allows an attacker with 1 % of false positives."""
     delta, false_alarms = 1e-5, 0.01
-
-    def excess(mu: float) -> float:
-        below, above = stats.norm.cdf(np.array([mu, -mu]) / 2 - epsilon / mu)
-        return float(below - math.exp(epsilon) * above - delta)
-
     growth = math.exp(epsilon)
     bounds = growth * false_alarms + delta, 1 - (1 - delta - false_alarms) / growth
-    mu = optimize.brentq(excess, 1e-3, 50)
+    claim = common.DifferentialPrivacyParameters(epsilon, delta)
+    noise = GaussianPrivacyLoss.from_privacy_guarantee(claim)
+    mu = 1 / noise.standard_deviation
     of_noise = stats.norm.cdf(stats.norm.ppf(false_alarms) + mu)
     return {
         "sure": _percent(growth / (1 + growth)),

@@ -32,8 +32,6 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 Lines = Iterator[dict[str, Any]]
 
-# -------------------------------------------------------------------- command lines
-
 
 class Each(NamedTuple):
     """Marks a flag that takes several values, each of which is measured."""
@@ -106,8 +104,6 @@ def run_for(command: Sequence[str], seconds: float, **options: Any) -> str:
             pass  # nothing is left of it
 
 
-# --------------------------------------------------------------------- result lines
-
 _PACKAGES = (
     "dpmp-jax",
     "jax",
@@ -179,15 +175,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-# ----------------------------------------------------------------- time and memory
-
-
 class Measured(NamedTuple):
-    """What contenders take, by name."""
+    """The times of contenders, by name."""
 
     seconds: Mapping[str, list[float]]  # in each round, in which all run in turn
-    temp_bytes: Mapping[str, float] = {}  # besides arguments and results
-    compile_seconds: Mapping[str, float] = {}  # with tracing
 
     def medians(self) -> dict[str, float]:
         """The median seconds of each."""
@@ -196,10 +187,6 @@ class Measured(NamedTuple):
     def milliseconds(self) -> dict[str, float]:
         """The medians of the rounds."""
         return rounded(self.medians(), 3, unit=1e-3)
-
-    def megabytes(self) -> dict[str, float]:
-        """Of temporary memory."""
-        return rounded(self.temp_bytes, 2, unit=1e6)
 
     def ratio(self, name: str, reference: str) -> float:
         """The time of one over that of another, the median of those within a round."""
@@ -226,6 +213,12 @@ def rounded(
 ) -> dict[str, float]:
     """Figures in a unit, without those that are missing."""
     return {k: round(x / unit, digits) for k, x in figures.items() if x is not None}
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean over seeds, and its standard error; 0 for a single seed."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return statistics.fmean(values), deviation / len(values) ** 0.5
 
 
 _PROCESS = pathlib.Path("/proc/self")

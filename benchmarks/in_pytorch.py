@@ -38,9 +38,6 @@ def _with_weight(layer: nn.Module, weight: Any) -> Any:
     return layer
 
 
-# ---------------------------------------------- whole steps of `models.transformer`
-
-
 def steps(
     params: Any, tokens: np.ndarray, *, heads: int, in_bfloat16: bool
 ) -> dict[str, Callable[[], Callable[[], float]]]:
@@ -49,32 +46,28 @@ def steps(
     The parameters are those of `models.transformer`, with its layers in a list. They
     are float32; the model computes in bfloat16 under `torch.autocast`.
     """
-    modes = {"torch, plain": None, "Opacus, hooks": "hooks", "Opacus, ghost": "ghost"}
-    return {
-        name: functools.partial(_make_step, params, tokens, heads, mode, in_bfloat16)
-        for name, mode in modes.items()
-    }
-
-
-def _make_step(
-    params: Any, tokens: np.ndarray, heads: int, mode: str | None, in_bfloat16: bool
-) -> Callable[[], float]:
-    model, optimizer, loss_fn = trainer(params, tokens, heads, mode)
     inputs = torch.from_numpy(tokens.astype(np.int64))
-    # The privacy engine needs to know how the loss of tokens becomes one of sequences.
-    shape = {"shape": inputs[:, 1:].shape} if mode == "ghost" else {}
 
-    def step() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
-            logits = model(inputs)[:, :-1]
-        logits = logits.float().reshape(-1, logits.shape[-1])
-        loss = loss_fn(logits, inputs[:, 1:].reshape(-1), **shape)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+    def make_step(mode: str | None) -> Callable[[], float]:
+        model, optimizer, loss_fn = trainer(params, tokens, heads, mode)
+        # The privacy engine needs to know how the loss of tokens becomes one of
+        # sequences.
+        shape = {"shape": inputs[:, 1:].shape} if mode == "ghost" else {}
 
-    return step
+        def step() -> float:
+            with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
+                logits = model(inputs)[:, :-1]
+            logits = logits.float().reshape(-1, logits.shape[-1])
+            loss = loss_fn(logits, inputs[:, 1:].reshape(-1), **shape)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        return step
+
+    modes = {"torch, plain": None, "Opacus, hooks": "hooks", "Opacus, ghost": "ghost"}
+    return {name: functools.partial(make_step, mode) for name, mode in modes.items()}
 
 
 def trainer(
@@ -114,9 +107,8 @@ class _Block(nn.Module):
         self.up, self.down = _linear(p["up"]), _linear(p["down"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        size = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
-        parts = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
-        q, k, v = (y.reshape(size).transpose(1, 2) for y in parts)
+        parts = self.qkv(self.norms[0](x)).reshape(*x.shape[:2], self.heads, 3, -1)
+        q, k, v = (y.transpose(1, 2) for y in parts.unbind(dim=3))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
         hidden = nn.functional.gelu(self.up(self.norms[1](x)), approximate="tanh")
@@ -149,9 +141,6 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-# ------------------------------------------------------------ the models of `utility`
 
 
 def classifier(initial: Any) -> nn.Module:

@@ -30,26 +30,37 @@ BATCHES = (
 )
 
 
-def noise(rounds: int, entries: int) -> dict[str, Any]:
-    """Times all kinds of noise."""
-    key = jax.random.key(0)
-    privatizer: Any = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
-    state = privatizer.init(None)
+def noisy_sums() -> dict[str, Callable[..., Any]]:
+    """Functions of a sum in integers and a step, by the kind of noise."""
 
-    def discrete(resolution: int) -> Callable[[], Any]:
-        @jax.jit
-        def draw(state: Any) -> Any:
-            zeros = dpmp.GridArray(jnp.zeros(entries, jnp.int32), 1 / resolution)
-            return privatizer.update(zeros, state)[0]
+    def discrete(resolution: int, counts: jax.Array, step: Any) -> jax.Array:
+        key = jax.random.key(0)
+        privatizer: Any = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
+        total = dpmp.GridArray(counts, 1 / resolution)
+        return privatizer.update(total, noise_addition.NoiseState(key, step))[0]
 
-        return functools.partial(draw, state)
+    def normal(impl: str, counts: jax.Array, step: Any) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(0, impl=impl), step)
+        return counts.astype(jnp.float32) + jax.random.normal(key, counts.shape)
 
-    normal = jax.jit(lambda key: jax.random.normal(key, (entries,)))
-    draws = {
-        "jax.random.normal": functools.partial(normal, key),
-        "exact": discrete(2**15),
-        "fine": discrete(2**20),
+    return {
+        "jax.random.normal": functools.partial(normal, "threefry2x32"),
+        "exact": functools.partial(discrete, 2**15),
+        "fine": functools.partial(discrete, 2**20),
+        "jax.random.normal, rbg": functools.partial(normal, "rbg"),
     }
+
+
+def noise(rounds: int, entries: int) -> dict[str, Any]:
+    """Times the noise of a CPU."""
+
+    def draw(add: Callable[..., Any]) -> Callable[[], Any]:
+        of_zeros = jax.jit(lambda step: add(jnp.zeros(entries, jnp.int32), step))
+        return functools.partial(of_zeros, jnp.int32(0))
+
+    functions = noisy_sums()
+    del functions["jax.random.normal, rbg"]  # for accelerators
+    draws = {name: draw(add) for name, add in functions.items()}
     measured = harness.in_turn(draws, rounds)
     return {
         "entries": entries,

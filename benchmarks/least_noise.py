@@ -14,9 +14,10 @@ random allocation, and with noise that is correlated over several steps. Quoted 
     python -m benchmarks.least_noise        # a quarter of an hour on two cores
 """
 
+import functools
 import math
 import time
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from benchmarks import harness
 from dpmp import DPSGD, strategies
@@ -58,33 +59,22 @@ def benchmark(
     noise, seconds = {}, {}
     for sampling in ("poisson", "random_allocation"):
         start = time.perf_counter()
-        mechanism = DPSGD.from_epochs(
-            epochs=chosen.epochs,
-            num_examples=chosen.num_examples,
-            expected_batch_size=chosen.batch_size,
-            l2_clip_norm=1.0,
-            sampling=sampling,
-        ).calibrate(epsilon=epsilon, delta=chosen.delta)
+        mechanism = _mechanism(chosen, epsilon, sampling=sampling)
         noise[sampling] = mechanism.noise_multiplier
         seconds[sampling] = time.perf_counter() - start
     steps = mechanism.iterations
     of_epoch = round(chosen.num_examples / chosen.batch_size)
+    banded = functools.partial(strategies.banded_toeplitz, iterations=steps)
+    inverse = functools.partial(
+        strategies.banded_inverse, iterations=steps, steps_per_epoch=of_epoch
+    )
     errors = {
-        str(bands): _error(
-            chosen, epsilon, strategies.banded_toeplitz(bands, iterations=steps)
-        )
+        str(bands): _error(chosen, epsilon, banded(bands))
         for bands in _BANDS
         if bands * chosen.batch_size <= chosen.num_examples
     }
     of_inverse = {
-        str(bands): _error(
-            chosen,
-            epsilon,
-            strategies.banded_inverse(
-                bands, iterations=steps, steps_per_epoch=of_epoch
-            ),
-        )
-        for bands in _BANDS[1:]
+        str(bands): _error(chosen, epsilon, inverse(bands)) for bands in _BANDS[1:]
     }
     best = min(errors, key=errors.__getitem__)
     peer = {}
@@ -105,15 +95,19 @@ def benchmark(
     }
 
 
-def _error(setting: Setting, epsilon: float, strategy: strategies.Strategy) -> float:
-    """The error of the parameters, for the least noise."""
-    mechanism = DPSGD(
+def _mechanism(setting: Setting, epsilon: float, **fields: Any) -> DPSGD:
+    return DPSGD.from_epochs(
+        epochs=setting.epochs,
         num_examples=setting.num_examples,
         expected_batch_size=setting.batch_size,
-        iterations=strategy.iterations,
         l2_clip_norm=1.0,
-        strategy=strategy,
+        **fields,
     ).calibrate(epsilon=epsilon, delta=setting.delta)
+
+
+def _error(setting: Setting, epsilon: float, strategy: strategies.Strategy) -> float:
+    """The error of the parameters, for the least noise."""
+    mechanism = _mechanism(setting, epsilon, strategy=strategy)
     return (mechanism.noise_multiplier or 0.0) * strategy.error()
 
 

@@ -1,11 +1,10 @@
 """Result lines as tables of Markdown."""
 
 import json
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, mean_and_error
 
 Line = dict[str, Any]
 
@@ -27,13 +26,9 @@ def read(benchmark: str, *keys: str, **wanted: Any) -> list[Line]:
 
 
 def pivot(lines: Iterable[Line], row: str, column: str, value: str) -> Iterable[Line]:
-    """A row for each value of a field, with the mean over seeds for each column.
+    """A row for each value of the field `row`, with the mean over seeds in each column.
 
-    Args:
-      lines: with the value of one seed or a list of those of several.
-      row: the field.
-      column: the name of the column, with fields in braces.
-      value: the field of values.
+    Lines have the value of one seed or a list of those of several.
     """
     rows: dict[Any, Line] = {}
     for x in lines:
@@ -93,10 +88,9 @@ def _get(row: Line, path: str) -> Any:
 
 def mean_with_error(values: Sequence[float]) -> str:
     """The mean with its standard error, if there are several values."""
-    mean = statistics.fmean(values)
     if len(values) == 1:
-        return f"{mean:.3f}"
-    return f"{mean:.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
+        return f"{values[0]:.3f}"
+    return "{:.3f} ± {:.3f}".format(*mean_and_error(values))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

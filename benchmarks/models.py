@@ -52,6 +52,37 @@ def smollm2(dtype: Any, batch_size: int = 8, length: int = 128) -> Task:
     return Task(loss_fn, model.params, batch)
 
 
+def language_model(
+    architecture: str,
+    batch_size: int,
+    length: int,
+    *,
+    remat: bool = False,
+    **sizes: Any,
+) -> Task:
+    """A model of `examples/llm` with random float32 parameters and random text.
+
+    The sizes are fields of its `Config`; those that follow from others may be left out.
+    """
+    from flax import nnx
+
+    from examples import llm  # its packages come with the extra `llm`
+    from examples.llm import _config, pretrained
+
+    fixed = {"norm_epsilon": 1e-5, "has_tied_embeddings": True}
+    config = _config.complete({"architecture": architecture, **fixed, **sizes}, {})
+    model = pretrained.MODELS[architecture](config, nnx.Rngs(0), remat=remat)
+    graphdef, params = nnx.split(model, nnx.Param)
+    loss_fn = partial(llm.mean_nats, pretrained.apply_fn(graphdef))
+    batch = random_text(config.vocabulary_size, batch_size, length)
+    return Task(loss_fn, nnx.to_pure_dict(params), jax.tree.map(jnp.asarray, batch))
+
+
+GPT2 = partial(language_model, "gpt2", vocabulary_size=50257, context=1024)
+TINY: dict[str, Any] = {"vocabulary_size": 40, "width": 16, "num_layers": 1}
+TINY |= {"num_heads": 2, "num_key_value_heads": 1, "hidden_width": 24, "context": 16}
+
+
 def random_text(vocabulary: int, batch_size: int, length: int) -> dict[str, Any]:
     """Records of random tokens, all of them targets but the first."""
     shape = (batch_size, length)
@@ -83,12 +114,23 @@ def transformer(
             "norms": jnp.ones((2, width), dtype),
         }
 
+    blocks = [block() for _ in range(depth)]
+    if scan:
+        blocks = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks)
     params = {
-        "blocks": _layers(block, depth, scan=scan),
+        "blocks": blocks,
         "embed": _normal(next(keys), (vocabulary, width), dtype),
         "position": _normal(next(keys), (length, width), dtype),
         "head": _normal(next(keys), (width, vocabulary), dtype),
     }
+
+    shape = (batch_size, length)
+    tokens = jax.random.randint(next(keys), shape, 0, vocabulary)
+    return Task(transformer_loss(heads, scan=scan), params, {"tokens": tokens})
+
+
+def transformer_loss(heads: int, *, scan: bool = False) -> Callable[..., jax.Array]:
+    """The loss of `transformer`."""
 
     def apply_block(x, p):
         x = x + _attend(_rms_norm(x, p["norms"][0]) @ p["qkv"], heads) @ p["out"]
@@ -96,12 +138,15 @@ def transformer(
 
     def loss_fn(params, batch):
         x = params["embed"][batch["tokens"]] + params["position"]
-        x = _through(apply_block, params["blocks"], x, scan=scan)
+        if scan:
+            x, _ = jax.lax.scan(
+                lambda x, p: (apply_block(x, p), None), x, params["blocks"]
+            )
+        else:
+            x = reduce(apply_block, params["blocks"], x)
         return cross_entropy((x @ params["head"])[:, :-1], batch["tokens"][:, 1:])
 
-    shape = (batch_size, length)
-    tokens = jax.random.randint(next(keys), shape, 0, vocabulary)
-    return Task(loss_fn, params, {"tokens": tokens})
+    return loss_fn
 
 
 def cnn(dtype: Any, batch_size: int = 64) -> Task:
@@ -180,106 +225,15 @@ def lstm(
     return Task(loss_fn, params, {"tokens": tokens})
 
 
-class GPT2(NamedTuple):
-    """GPT-2 as people write it in plain JAX, with random weights.
-
-    Token embeddings are tied to the head, and positions are learned. Softmax,
-    normalisation and loss are in float32, everything else is in the dtype of the
-    parameters.
-    """
-
-    depth: int
-    width: int
-    heads: int
-    vocabulary: int = 50257
-    positions: int = 1024
-
-    def init(self, key: jax.Array) -> Any:
-        """Random float32 parameters."""
-        keys = iter(jax.random.split(key, 4 * self.depth + 2))
-        width = self.width
-
-        def normal(*dims: int) -> jax.Array:
-            return 0.02 * jax.random.normal(next(keys), dims)
-
-        def layer_norm() -> dict[str, jax.Array]:
-            return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
-
-        def dense(n_in: int, n_out: int) -> dict[str, jax.Array]:
-            return {"w": normal(n_in, n_out), "b": jnp.zeros(n_out)}
-
-        def block() -> dict[str, Any]:
-            return {
-                "norm_1": layer_norm(),
-                "qkv": dense(width, 3 * width),
-                "out": dense(width, width),
-                "norm_2": layer_norm(),
-                "up": dense(width, 4 * width),
-                "down": dense(4 * width, width),
-            }
-
-        return {
-            "blocks": [block() for _ in range(self.depth)],
-            "tokens": normal(self.vocabulary, width),
-            "positions": normal(self.positions, width),
-            "norm": layer_norm(),
-        }
-
-    def loss_fn(self) -> Callable[[Any, Any], jax.Array]:
-        """The mean loss of the next token: a function of (params, tokens of (B, T))."""
-
-        def dense(x: jax.Array, p: Any) -> jax.Array:
-            return x @ p["w"] + p["b"]
-
-        def apply_block(x: jax.Array, p: Any) -> jax.Array:
-            mixed = _attend(dense(_layer_norm(x, p["norm_1"]), p["qkv"]), self.heads)
-            x = x + dense(mixed, p["out"])
-            hidden = jax.nn.gelu(dense(_layer_norm(x, p["norm_2"]), p["up"]))
-            return x + dense(hidden, p["down"])
-
-        def loss(params: Any, tokens: jax.Array) -> jax.Array:
-            x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
-            x = reduce(apply_block, params["blocks"], x)
-            logits = _layer_norm(x, params["norm"]) @ params["tokens"].T
-            return cross_entropy(logits[:, :-1], tokens[:, 1:])
-
-        return loss
-
-
-TINY_GPT2 = GPT2(1, 16, 2, vocabulary=40, positions=16)
-
-
 def _attend(qkv: jax.Array, heads: int) -> jax.Array:
-    """Causal attention, from (B, T, 3 * width) to (B, T, width)."""
-    size, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-    q, k, v = (
-        y.reshape(size, length, heads, width // heads)
-        for y in jnp.split(qkv, 3, axis=-1)
-    )
+    """Causal attention, from (B, T, heads * 3 * channels) to (B, T, width)."""
+    size, length, _ = qkv.shape
+    q, k, v = jnp.moveaxis(qkv.reshape(size, length, heads, 3, -1), 3, 0)
     scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32)
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    scores = jnp.where(causal, scores / math.sqrt(width // heads), -1e9)
+    causal = jnp.tri(length, dtype=bool)
+    scores = jnp.where(causal, scores / math.sqrt(q.shape[-1]), -1e9)
     weights = jax.nn.softmax(scores).astype(qkv.dtype)
-    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(size, length, width)
-
-
-def _layers(block: Callable[[], Any], depth: int, *, scan: bool) -> Any:
-    """Parameters of layers in a list, or stacked for a loop over them."""
-    blocks = [block() for _ in range(depth)]
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *blocks) if scan else blocks
-
-
-def _through(apply_block: Any, blocks: Any, x: jax.Array, *, scan: bool) -> jax.Array:
-    """One layer after the other, written out or in a loop."""
-    if not scan:
-        return reduce(apply_block, blocks, x)
-    return jax.lax.scan(lambda x, p: (apply_block(x, p), None), x, blocks)[0]
-
-
-def _layer_norm(x: jax.Array, p: Any) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    normalised = _normalised(wide - jnp.mean(wide, axis=-1, keepdims=True), -1, 1e-5)
-    return normalised.astype(x.dtype) * p["scale"] + p["bias"]
+    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(size, length, -1)
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -297,9 +251,9 @@ def _group_norm(x: jax.Array, *, groups: int) -> jax.Array:
     return wide.reshape(x.shape).astype(x.dtype)
 
 
-def _normalised(x: jax.Array, axes: Any, epsilon: float = 1e-6) -> jax.Array:
+def _normalised(x: jax.Array, axes: Any) -> jax.Array:
     mean_square = jnp.mean(jnp.square(x), axis=axes, keepdims=True)
-    return x * jax.lax.rsqrt(mean_square + epsilon)
+    return x * jax.lax.rsqrt(mean_square + 1e-6)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -6,9 +6,9 @@ The formulas are for book-keeping in bfloat16 with Adam, as `scaling.py` compile
 parameters, optimizer and noise are divided over all devices, and so is the batch.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.markdown import Line, read, table, table_of
+from benchmarks.markdown import Line, table
 from dpmp.noise_addition import choose_resolution
 from dpmp.numerics._arithmetic import parse_arithmetic
 
@@ -81,12 +81,17 @@ def needs(model: Model) -> dict[str, float]:
     }
 
 
-def rounding_share(num_parameters: int) -> float:
-    """What rounding takes of the clip norm, for a noise multiplier of 1."""
-    sums = parse_arithmetic("bounded", method="book_keeping")
+def rounding_share(num_parameters: int, arithmetic: str = "bounded") -> float:
+    """What rounding to the grid takes of the clip norm, for a noise multiplier of 1."""
+    sums = arithmetic_of(arithmetic)
     resolution = choose_resolution(1.0, num_parameters, sums)
-    assert resolution is not None
-    return sums.rounding_share(num_parameters, resolution)
+    return sums.rounding_share(num_parameters, resolution or 0)
+
+
+def arithmetic_of(name: str) -> Any:
+    """The arithmetic with this name, for the method that it is the default of."""
+    method = "book_keeping" if name == "bounded" else "per_example"
+    return parse_arithmetic(name, method=method)
 
 
 def _norm_flops(model: Model) -> float:
@@ -104,50 +109,6 @@ def table_of_needs() -> str:
     return table(["each device, each step", *(m.name for m in MODELS)], rows)
 
 
-def table_of_checks() -> str:
-    """The formulas next to what compiled programs have."""
-    keys = ("compiled_for", "devices", "parameters", "num_parameters")
-    wanted = {"compiled_for": "virtual CPUs", "lora": None}
-    lines = read("scaling", *keys, **wanted)
-    columns = """
-    billion parameters = num_parameters * 1e-9 | tokens = length | devices |
-    parameters are = parameters | state, GB = state * 1e-9 |
-    compiled = bytes_of_state * 1e-9 | collectives, GB = moved * 1e-9 |
-    compiled = bytes_of_collectives * 1e-9 |
-    temporaries, GB, compiled = bytes_of_temporaries * 1e-9
-    """
-    return table_of(columns, [checked(x) for x in lines if x["devices"] > 1])
-
-
-def table_of_h100() -> str:
-    """What programs for H100s have."""
-    keys = ("compiled_for", "model_axis", "num_parameters", "lora")
-    lines = read("scaling", *keys)
-    h100s = [x for x in lines if x["compiled_for"].startswith("h100")]
-    columns = """
-    billion parameters = billions | trained = trained | devices |
-    of these, on the axis of the model = model_axis |
-    state, GB = bytes_of_state * 1e-9 |
-    frozen model, GB = bytes_of_frozen_model * 1e-9 |
-    temporaries, GB = bytes_of_temporaries * 1e-9 |
-    together, GB = together * 1e-9 | collectives, GB = bytes_of_collectives * 1e-9
-    """
-    sizes = ("bytes_of_state", "bytes_of_frozen_model", "bytes_of_temporaries")
-    return table_of(
-        columns,
-        [
-            {
-                "model_axis": 1,
-                **x,
-                "billions": x.get("num_frozen", x["num_parameters"]) / 1e9,
-                "trained": f"rank {x['lora']}" if x.get("lora") else "all",
-                "together": sum(x.get(name, 0) for name in sizes),
-            }
-            for x in h100s
-        ],
-    )
-
-
 def checked(line: Line) -> Line:
     """A line with the bytes of the state and of the collectives by the formulas."""
     num_parameters = line["num_parameters"]
@@ -155,3 +116,15 @@ def checked(line: Line) -> Line:
     # The CPU's compiler gathers in float32.
     moved = collective_bytes(num_parameters, parts, bytes_of_an_entry=4)
     return {**line, "state": state_bytes(num_parameters, parts), "moved": moved}
+
+
+def together(line: Line) -> Line:
+    """A line with all that a device holds, and with what is trained."""
+    held = [k for k in line if k.startswith("bytes_of_") and "collectives" not in k]
+    return {
+        "model_axis": 1,
+        **line,
+        "billions": line.get("num_frozen", line["num_parameters"]) / 1e9,
+        "trained": f"rank {line['lora']}" if line.get("lora") else "all",
+        "together": sum(line[name] for name in held),
+    }

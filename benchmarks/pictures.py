@@ -14,6 +14,7 @@ import io
 import itertools
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -25,10 +26,10 @@ from matplotlib.figure import Figure
 
 import dpmp
 import dpmp.__main__
-from benchmarks import accuracy_tasks
+from benchmarks import accuracy_tasks, needs
 from benchmarks.figures import few_bits, selfcheck
+from benchmarks.harness import mean_and_error
 from benchmarks.markdown import read
-from dpmp.numerics import parse_arithmetic
 
 OUTPUT = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
 BLUE, ORANGE, GREEN, GREY = "#2b8cc4", "#d55e00", "#009e73", "#76797e"
@@ -44,16 +45,23 @@ _STYLE = {
     "legend.fontsize": "small",
     "legend.labelcolor": GREY,
     "grid.alpha": 0.3,
-    **dict.fromkeys(
-        ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"], GREY
-    ),
-    "ytick.color": GREY,
 }
+_GREY = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color")
+_STYLE |= dict.fromkeys((*_GREY, "ytick.color"), GREY)
 
 
-def _panels(columns: int, height: float, **options: Any) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(7.2, height), layout="constrained")
-    return figure, figure.subplots(1, columns, **options)
+def _panels(
+    columns: int, height: float, *, rows: int = 1, width: float = 7.2, **options: Any
+) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def _name_rows(axes: Any, names: Iterable[str]) -> None:
+    """The names of rows, from top to bottom."""
+    axes.set_yticks(range(len([*names])), labels=[*names])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
 
 
 def error_by_bands() -> Figure:
@@ -71,10 +79,8 @@ def error_by_bands() -> Figure:
                 axes.plot(bands, shares, style, color=color, alpha=0.7)
         axes.set_xscale("log", base=2)
         axes.set_xticks([1, 2, 4, 8, 16], labels=["1", "2", "4", "8", "16"])
-        axes.set_title(f"epsilon {epsilon:.0f}")
-        axes.set_xlabel("bands")
+        axes.set(title=f"epsilon {epsilon:.0f}", xlabel="bands", ylim=(0, 1.3))
         axes.grid()
-        axes.set_ylim(0, 1.3)
     panels[0].set_ylabel("error, over that of one band")
     panels[0].plot([], color=BLUE, label="bands")
     panels[0].plot([], "--", color=ORANGE, label="bands of the inverse")
@@ -90,17 +96,17 @@ def formats() -> Figure:
     entries = np.abs(np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)]))
     exponents = np.log2(entries[entries > 0])
 
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2.4))
+    ratios = (3, 2.4)
+    figure, panels = _panels(1, 4.0, rows=2, sharex=True, height_ratios=ratios)
+    top, bottom = panels
     bins = np.arange(-60, 20, 1.0)
     for shift, color, label in (
         (0, BLUE, "loss of an example"),
         (np.log2(task.loss_weight), ORANGE, "the same, in a mean over 4 million"),
     ):
         top.hist(exponents + shift, bins, color=color, alpha=0.6, label=label)
-    top.set_yticks([])
+    top.set(yticks=[], ylabel="entries of gradients")
     top.spines.left.set_visible(False)
-    top.set_ylabel("entries of gradients")
     top.legend(loc="upper left")
 
     kinds = {
@@ -117,11 +123,9 @@ def formats() -> Figure:
         )
         bottom.barh(row, normal - least, left=least, color=GREY, alpha=0.35)
         bottom.barh(row, most - normal, left=normal, color=GREY, alpha=0.8)
-    bottom.set_yticks(range(len(kinds)), labels=[*kinds])
-    bottom.invert_yaxis()
-    bottom.tick_params(axis="y", length=0)
-    bottom.set_xlim(-60, 20)
-    bottom.set_xlabel("size, as a power of two (pale: fewer digits)")
+    _name_rows(bottom, kinds)
+    label = "size, as a power of two (pale: fewer digits)"
+    bottom.set(xlim=(-60, 20), xlabel=label)
     return figure
 
 
@@ -138,28 +142,28 @@ def accuracy_by_bits() -> Figure:
     }
     kinds = {"none": GREY, "epsilon 8": BLUE, "epsilon 1": ORANGE}
     figure, panels = _panels(2, 3.4)
-    for axes, (task, title) in zip(
-        panels,
-        {
-            "digits": "images: loss of accuracy, %",
-            "transformer": "text: rise of nats per byte, %",
-        }.items(),
-        strict=True,
+    for axes, task, title in (
+        (panels[0], "digits", "images: loss of accuracy, %"),
+        (panels[1], "transformer", "text: rise of nats per byte, %"),
     ):
         for offset, (privacy, color) in zip((-0.2, 0, 0.2), kinds.items(), strict=True):
             found = [few_bits(task, privacy, row) for row in rows.values()]
-            means, errors = zip(*found, strict=True)
             label = "not private" if privacy == "none" else privacy
-            places = np.arange(len(rows)) + offset
-            axes.errorbar(
-                places, means, errors, fmt="o", ms=4, color=color, label=label
-            )
+            _error_bars(axes, np.arange(len(rows)) + offset, found, "o", color, label)
         axes.axhline(0, color=GREY, linewidth=0.8)
         axes.set_xticks(range(len(rows)), labels=[*rows], rotation=35, ha="right")
         axes.set_title(title)
         axes.grid(axis="y")
     panels[0].legend(loc="upper left")
     return figure
+
+
+def _error_bars(
+    axes: Any, places: Any, found: Any, form: str, color: str, label: str
+) -> None:
+    """Means with their standard errors."""
+    means, errors = zip(*found, strict=True)
+    axes.errorbar(places, means, errors, fmt=form, ms=4, color=color, label=label)
 
 
 def float_noise() -> Figure:
@@ -183,13 +187,10 @@ def float_noise() -> Figure:
             tells = ~np.isin(mine, others)
             for some, color in ((mine[~tells], GREY), (mine[tells], ORANGE)):
                 axes.vlines(some, row - 0.3, row + 0.3, color=color, linewidth=1.3)
-        axes.set_xlim(-1.6, 1.6)
-        axes.set_title(title)
-        axes.set_xlabel("released number")
+        axes.set(xlim=(-1.6, 1.6), title=title, xlabel="released number")
         axes.tick_params(axis="y", length=0)
         axes.spines.left.set_visible(False)
-    panels[0].set_yticks([0, 1], labels=["sum 0", "sum 1"])
-    panels[0].invert_yaxis()
+    _name_rows(panels[0], ["sum 0", "sum 1"])
     return figure
 
 
@@ -206,17 +207,16 @@ def sums() -> Figure:
         changes = [_change_of_running_sum(int(n), dtype) for n in sizes]
         left.plot(sizes, changes, color=color, label=f"running sum in {name}")
     left.axhline(1, color=BLUE, label="integers, as in dpmp")
-    left.set(
-        xscale="log", yscale="log", xlabel="examples in the batch", ylim=(0.7, 2e3)
-    )
-    left.set_title("change by one example, in clip norms")
+    left.set(xscale="log", yscale="log", ylim=(0.7, 2e3))
+    title = "change by one example, in clip norms"
+    left.set(xlabel="examples in the batch", title=title)
 
     numbers = 10.0 ** np.arange(3, 11)
     for name, color in (("exact", BLUE), ("bounded", ORANGE), ("float32", GREEN)):
         shares = [100 * _reserve(name, int(n)) for n in numbers]
         right.plot(numbers, shares, color=color, label=f'"{name}"')
-    right.set(xscale="log", xlabel="parameters", ylim=(0, 4))
-    right.set_title("clip norm that sums leave for rounding, %")
+    title = "clip norm that sums leave for rounding, %"
+    right.set(xscale="log", xlabel="parameters", ylim=(0, 4), title=title)
     for axes in (left, right):
         axes.grid()
         axes.legend(loc="upper left")
@@ -244,21 +244,8 @@ def _change_of_running_sum(num_examples: int, dtype: Any) -> float:
 
 def _reserve(name: str, num_parameters: int) -> float:
     """The share of the clip norm that an arithmetic leaves for rounding."""
-    method = "book_keeping" if name == "bounded" else "per_example"
-    mechanism = dpmp.DPSGD(
-        num_examples=100_000,
-        expected_batch_size=1000,
-        iterations=100,
-        l2_clip_norm=1.0,
-        noise_multiplier=1.0,
-        num_parameters=num_parameters,
-        method=method,
-        arithmetic=name,
-        microbatch_size=16,
-    )
-    arithmetic = parse_arithmetic(name, method=method)
-    on_grid = arithmetic.rounding_share(num_parameters, mechanism.resolution or 0)
-    return 1 - (1 - on_grid) / (1 + arithmetic.rounding_reserve)
+    reserve = needs.arithmetic_of(name).rounding_reserve
+    return 1 - (1 - needs.rounding_share(num_parameters, name)) / (1 + reserve)
 
 
 def contributions() -> Figure:
@@ -280,8 +267,7 @@ def contributions() -> Figure:
         bars = axes.barh([*subjects], values, color=colors, height=0.6)
         axes.bar_label(bars, fmt="%.3f", padding=3, color=GREY)
         axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
-        axes.set_title(title)
-        axes.set_xlabel("clip norms, at most")
+        axes.set(title=title, xlabel="clip norms, at most")
         axes.tick_params(axis="y", length=0)
         axes.margins(x=0.15)
     panels[0].invert_yaxis()
@@ -290,24 +276,20 @@ def contributions() -> Figure:
 
 def accuracy_by_epsilon() -> Figure:
     """Accuracy on held-out digits against epsilon, for three libraries."""
-    figure = Figure(figsize=(5.0, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _panels(1, 3.2, width=5.0)
     lines = read("utility", "library", "epsilon", data="digits")
     colors = {"dpmp": BLUE, "jax_privacy": ORANGE, "Opacus": GREEN}
     for library, color in colors.items():
         some = [x for x in lines if x["library"] == library and x["epsilon"]]
-        found = [_mean_and_error(x["accuracy"]) for x in some]
-        means, errors = zip(*found, strict=True)
-        style = {"fmt": "o-", "ms": 4, "color": color, "label": library}
-        axes.errorbar([x["epsilon"] for x in some], means, errors, **style)
+        found = [mean_and_error(x["accuracy"]) for x in some]
+        epsilons = [x["epsilon"] for x in some]
+        _error_bars(axes, epsilons, found, "o-", color, library)
     (plain,) = (x for x in lines if x["epsilon"] is None)
     level = float(np.mean(plain["accuracy"]))
     axes.axhline(level, color=GREY, linestyle="--", label="without privacy")
-    axes.set_xscale("log")
+    axes.set(xscale="log", xlabel="epsilon", ylabel="accuracy")
     axes.set_xticks([1, 3, 8], labels=["1", "3", "8"])
     axes.minorticks_off()
-    axes.set_xlabel("epsilon")
-    axes.set_ylabel("accuracy")
     axes.grid()
     axes.legend()
     return figure
@@ -325,8 +307,7 @@ def memory() -> Figure:
         ),
     }
     params = [jax.ShapeDtypeStruct((1024, 1024), "float32")] * 64
-    figure = Figure(figsize=(7.2, 2.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _panels(1, 2.6)
     colors: dict[str, Any] = {}
     palette = iter([BLUE, ORANGE, GREEN, "#c78fb0", "#d9c441", "#7fc4e8", GREY])
     for row, (policy, optimizer) in enumerate(choices.values()):
@@ -347,17 +328,11 @@ def memory() -> Figure:
             axes.barh(row, width, left=start, color=color, label=label, height=0.6)
             start += width
         axes.text(start + 0.2, row, f"{start:.1f}", va="center")
-    axes.set_yticks(range(len(choices)), labels=[*choices])
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    axes.set_xlabel("bytes for each parameter, at the moment that needs most")
-    axes.set_xlim(0, 33)
+    _name_rows(axes, choices)
+    label = "bytes for each parameter, at the moment that needs most"
+    axes.set(xlabel=label, xlim=(0, 33))
     axes.legend(loc="lower right")
     return figure
-
-
-def _mean_and_error(values: Any) -> tuple[float, float]:
-    return float(np.mean(values)), float(np.std(values, ddof=1) / len(values) ** 0.5)
 
 
 def _draw_plan(output: pathlib.Path) -> None:
@@ -367,19 +342,9 @@ def _draw_plan(output: pathlib.Path) -> None:
         dpmp.__main__.main([*arguments.split(), str(output)])
 
 
-DRAWN = {
-    draw.__name__: draw
-    for draw in (
-        error_by_bands,
-        formats,
-        accuracy_by_bits,
-        float_noise,
-        sums,
-        contributions,
-        accuracy_by_epsilon,
-        memory,
-    )
-}
+_PICTURES = (error_by_bands, formats, accuracy_by_bits, float_noise, sums)
+_PICTURES += (contributions, accuracy_by_epsilon, memory)
+DRAWN = {draw.__name__: draw for draw in _PICTURES}
 
 
 def main() -> None:

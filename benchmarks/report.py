@@ -19,9 +19,9 @@ and a table has
     heading    of a table for each device; without it, there is one for all
 
 The page "Benchmarks" of the guides includes this file. The tables between markers in
-docs/past_one_machine.md are made too. A test compares all of them with the lines, so
-run this command whenever lines were added. Figures that are written by hand are in
-`figures.py`.
+docs/past_one_machine.md, "plan" in tables.toml, are made too. A test compares all of
+them with the lines, so run this command whenever lines were added. Figures that are
+written by hand are in `figures.py`.
 """
 
 import collections
@@ -101,19 +101,16 @@ def _rows(part: dict[str, Any], lines: list[Line]) -> list[Line]:
 def plan() -> str:
     """The page about runs past one machine, with new tables."""
     text = PLAN.read_text()
-    made = {
-        "needs": needs.table_of_needs(),
-        "checks": needs.table_of_checks(),
-        "h100": needs.table_of_h100(),
-    }
+    made = {"needs": needs.table_of_needs()}
+    for part in tomllib.loads(_SECTIONS.read_text())["plan"]:
+        lines = read("scaling", *part["keys"].split(), **part.get("wanted", {}))
+        (made[part["name"]],) = _tables(part, lines)
     for name, table in made.items():
         before, begin, rest = text.partition(f"<!-- table: {name} -->\n")
         _, end, after = rest.partition("<!-- end -->\n")
         text = f"{before}{begin}\n{table}\n\n{end}{after}"
     return text
 
-
-# -------------------------------------------- rows and words that tables.toml names
 
 _PROVED = ("dpmp book_keeping bounded", "dpmp per_example exact")
 _DEFAULT_PEER = "jax_privacy, at once"
@@ -157,7 +154,17 @@ def _checks(lines: list[Line]) -> Iterable[Line]:
         yield {**x, "allowed": limits[0] if limits else "", "values": values}
 
 
+def _virtual(lines: list[Line]) -> Iterable[Line]:
+    return (needs.checked(x) for x in lines if x["devices"] > 1 and not x.get("lora"))
+
+
+def _h100s(lines: list[Line]) -> Iterable[Line]:
+    return (needs.together(x) for x in lines if x["compiled_for"].startswith("h100"))
+
+
 ROWS: dict[str, Callable[[list[Line]], Iterable[Line]]] = {
+    "virtual": _virtual,
+    "h100s": _h100s,
     "steps": _steps,
     "fastest": _fastest,
     "checks": _checks,

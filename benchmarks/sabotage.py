@@ -8,6 +8,8 @@ in how many of the seeds an audit caught it. Without a fault, no audit may compl
 
 import contextlib
 import dataclasses
+import functools
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -44,16 +46,13 @@ def _mechanism(**fields: Any) -> DPSGD:
     return DPSGD(**(options | fields)).calibrate(epsilon=4.0, delta=1e-6)
 
 
-def _canaries(**fields: Any) -> Audit:
-    def run(seed: int) -> Any:
-        mechanism = _mechanism(**fields)
-        return audit.canaries(mechanism, num_canaries=_NUM_CANARIES, seed=seed)
-
-    return run
+def _canaries(seed: int, **fields: Any) -> Any:
+    mechanism = _mechanism(**fields)
+    return audit.canaries(mechanism, num_canaries=_NUM_CANARIES, seed=seed)
 
 
-def _batches(**fields: Any) -> Audit:
-    return lambda seed: audit.batches(_mechanism(**fields), num_batches=400)
+def _batches(_: int, **fields: Any) -> Any:
+    return audit.batches(_mechanism(**fields), num_batches=400)
 
 
 def _data(seed: int) -> dict[str, np.ndarray]:
@@ -67,28 +66,19 @@ def _loss(params: jax.Array, batch: Any) -> jax.Array:
 
 
 def _replay(
+    seed: int,
     loss_scale: Any = None,
     make_source: Callable[[Any], Any] = lambda data: data,
     callbacks: Callable[[], dict[str, Any]] = dict,
     **fields: Any,
-) -> Audit:
+) -> Any:
     """A replay in which an example is replaced by one with huge gradients."""
-
-    def run(seed: int) -> Any:
-        data, other, index = _data(seed), _data(seed), seed % 256
-        other["x"][index] = 1e6  # which is not finite in float16
-        trainer = _trainer(loss_scale, **fields)
-        sources = map(make_source, (data, other))
-        return audit.replay(
-            trainer,
-            jnp.zeros(300),
-            next(sources),
-            index=index,
-            neighbour=next(sources),
-            **callbacks(),
-        )
-
-    return run
+    data, other, index = _data(seed), _data(seed), seed % 256
+    other["x"][index] = 1e6  # which is not finite in float16
+    trainer = _trainer(loss_scale, **fields)
+    source, neighbour = map(make_source, (data, other))
+    options = {"index": index, "neighbour": neighbour, **callbacks()}
+    return audit.replay(trainer, jnp.zeros(300), source, **options)
 
 
 def _replay_without_one(seed: int) -> Any:
@@ -111,15 +101,11 @@ def _trainer(loss_scale: Any = None, **fields: Any) -> dpmp.DPTrainer:
     )
 
 
-class _Verdict(NamedTuple):
-    passed: bool
-
-
-def _selfcheck(seed: int) -> _Verdict:
+def _selfcheck(seed: int) -> Any:
     del seed
     (exact, *_) = dpmp_subjects().releases
     results = measure_noise(exact, Sizes(num_training=2**20, num_test=2**17))
-    return _Verdict(all(x.passed for x in results))
+    return types.SimpleNamespace(passed=all(x.passed for x in results))
 
 
 # Each fault is a function that makes a context manager.
@@ -304,41 +290,45 @@ class Sabotage(NamedTuple):
     fault: Fault = contextlib.nullcontext
 
 
-_ALLOCATION: dict[str, Any] = {"sampling": "random_allocation"}
-_BOUNDED: dict[str, Any] = {"arithmetic": "bounded"}
+_allocated: dict[str, Any] = {"sampling": "random_allocation"}
+_bounded = functools.partial(_replay, arithmetic="bounded")
+_scaled = functools.partial(_replay, loss_scale=DynamicScale(initial=64.0))
+_allocated_batches = functools.partial(_batches, **_allocated)
 
 FAULTS = {
-    "none, canaries": Sabotage(_canaries()),
-    "none, canaries, random allocation": Sabotage(_canaries(**_ALLOCATION)),
-    "none, replay": Sabotage(_replay()),
-    "none, replay with a loss scale": Sabotage(_replay(DynamicScale(initial=64.0))),
+    "none, canaries": Sabotage(_canaries),
+    "none, canaries, random allocation": Sabotage(
+        functools.partial(_canaries, **_allocated)
+    ),
+    "none, replay": Sabotage(_replay),
+    "none, replay with a loss scale": Sabotage(_scaled),
     "none, replay without an example": Sabotage(_replay_without_one),
-    "none, batches": Sabotage(_batches()),
-    "none, batches of random allocation": Sabotage(_batches(**_ALLOCATION)),
+    "none, batches": Sabotage(_batches),
+    "none, batches of random allocation": Sabotage(_allocated_batches),
     "none, selfcheck": Sabotage(_selfcheck),
-    "no noise": Sabotage(_canaries(), _no_noise),
-    "noise at 0.9": Sabotage(_canaries(), _noise(lambda x: x * Fraction(9, 10))),
-    "noise for the mean, on the sum": Sabotage(_canaries(), _noise(lambda x: x / 4096)),
+    "no noise": Sabotage(_canaries, _no_noise),
+    "noise at 0.9": Sabotage(_canaries, _noise(lambda x: x * Fraction(9, 10))),
+    "noise for the mean, on the sum": Sabotage(_canaries, _noise(lambda x: x / 4096)),
     "noise in bfloat16": Sabotage(_selfcheck, _noise_in_bfloat16),
-    "no clipping": Sabotage(_replay(**_BOUNDED), _coefficients(jnp.ones_like)),
-    "clip norm doubled": Sabotage(_replay(**_BOUNDED), _coefficients(lambda x: 2 * x)),
+    "no clipping": Sabotage(_bounded, _coefficients(jnp.ones_like)),
+    "clip norm doubled": Sabotage(_bounded, _coefficients(lambda x: 2 * x)),
     "norm in bfloat16": Sabotage(_replay_without_one, _norm_in_bfloat16),
     "sampling with replacement": Sabotage(
-        _batches(), _drawer(PoissonSampling, _with_replacement)
+        _batches, _drawer(PoissonSampling, _with_replacement)
     ),
-    "shuffling": Sabotage(_batches(), _drawer(PoissonSampling, _shuffled)),
+    "shuffling": Sabotage(_batches, _drawer(PoissonSampling, _shuffled)),
     "an example twice in an epoch": Sabotage(
-        _batches(**_ALLOCATION), _drawer(RandomAllocation, _twice)
+        _allocated_batches, _drawer(RandomAllocation, _twice)
     ),
-    "one key for two steps": Sabotage(_canaries(), _same_key),
-    "one step more": Sabotage(_canaries(), _one_step_more),
-    "delta of a smaller dataset": Sabotage(_canaries(), _delta_of_few),
-    "statistics of the batch": Sabotage(_replay(), _batch_statistics),
-    "a scale that remembers": Sabotage(_replay(make_source=_Scaled)),
-    "a callback that reads losses": Sabotage(_replay(callbacks=_leaking_callbacks)),
-    "a loss scale that counts": Sabotage(
-        _replay(DynamicScale(initial=64.0)), _exact_overflows
+    "one key for two steps": Sabotage(_canaries, _same_key),
+    "one step more": Sabotage(_canaries, _one_step_more),
+    "delta of a smaller dataset": Sabotage(_canaries, _delta_of_few),
+    "statistics of the batch": Sabotage(_replay, _batch_statistics),
+    "a scale that remembers": Sabotage(functools.partial(_replay, make_source=_Scaled)),
+    "a callback that reads losses": Sabotage(
+        functools.partial(_replay, callbacks=_leaking_callbacks)
     ),
+    "a loss scale that counts": Sabotage(_scaled, _exact_overflows),
     "the mean of the batch": Sabotage(_replay_without_one, _mean_of_batch),
 }
 

@@ -57,15 +57,12 @@ def measure(
     # The threads of PyTorch spin for a while after their last step of a round.
     calls = {"rest": lambda: time.sleep(0.1)} | {k: x.run for k, x in steps.items()}
     seconds = harness.in_turn(calls, rounds).seconds
-    measured = harness.Measured(
-        {k: seconds[k] for k in steps},
-        {k: x.temp_bytes for k, x in steps.items() if x.temp_bytes is not None},
-        {k: x.compile_seconds for k, x in steps.items() if x.compile_seconds},
-    )
-    return measured, {
-        "temp_megabytes": measured.megabytes(),
+    temporary = {k: x.temp_bytes for k, x in steps.items()}
+    compiling = {k: x.compile_seconds for k, x in steps.items()}
+    return harness.Measured({k: seconds[k] for k in steps}), {
+        "temp_megabytes": harness.rounded(temporary, 2, unit=1e6),
         "growth_megabytes": harness.rounded(growth, 1, unit=1e6),
-        "compile_seconds": harness.rounded(measured.compile_seconds, 1),
+        "compile_seconds": harness.rounded(compiling, 1),
         "refused": refused,
     }
 

@@ -84,9 +84,6 @@ def advantage(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     return sign * (rates[0] - rates[1]), variance**0.5
 
 
-# --------------------------------------------------------- the parts, and their secrets
-
-
 def _noise() -> Secrets:
     noise = DiscreteGaussian.at_least(3000.0)
     draw = jax.jit(

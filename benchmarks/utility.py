@@ -62,14 +62,9 @@ def digits(seed: int) -> tuple[Arrays, Arrays]:
     return take(order[359:]), take(order[:359])
 
 
-def emails(seed: int) -> tuple[Arrays, Arrays]:
-    """Vectors of e-mails to train on, and of others; the label of spam is 1."""
-    del seed
-    return _vectors_of_emails()
-
-
 @functools.cache
-def _vectors_of_emails() -> tuple[Arrays, Arrays]:
+def emails() -> tuple[Arrays, Arrays]:
+    """Vectors of e-mails to train on, and of others; the label of spam is 1."""
     from examples import llm, records  # their packages come with the extra `llm`
     from examples.llm import bert
 
@@ -136,7 +131,7 @@ class Setting(NamedTuple):
 
 SETTINGS = {
     "digits": Setting(digits, network, 256, 0.02),
-    "e-mails": Setting(emails, linear, 512, 0.1, True, 0.99, (_BERT,)),
+    "e-mails": Setting(lambda _: emails(), linear, 512, 0.1, True, 0.99, (_BERT,)),
 }
 
 
@@ -172,6 +167,13 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
         logits(params, batch["features"]), batch["label"]
     )
     return jnp.mean(losses)
+
+
+def scores(params: Any, held_out: Arrays) -> tuple[float, float]:
+    """The mean loss on held-out examples, and the accuracy."""
+    found = np.argmax(logits(params, held_out["features"]), axis=1)
+    accuracy = float(np.mean(found == held_out["label"]))
+    return float(loss_fn(params, held_out)), accuracy
 
 
 def train_with_dpmp(run: Run) -> Any:
@@ -262,14 +264,12 @@ def benchmark(
         mechanism = mechanism.calibrate(epsilon=epsilon, delta=DELTA)
     else:
         mechanism = mechanism.without_privacy()
-    accuracies, losses = [], []
+    found = []
     for seed, (train, held_out) in enumerate(splits):
         initial = setting.initial_params(train["features"].shape[1], seed)
         run = Run(setting, initial, mechanism, train, seed)
-        params = LIBRARIES[library](run)
-        found = np.argmax(logits(params, held_out["features"]), axis=1)
-        accuracies.append(round(float(np.mean(found == held_out["label"])), 4))
-        losses.append(round(float(loss_fn(params, held_out)), 4))
+        found.append(scores(LIBRARIES[library](run), held_out))
+    losses, accuracies = ([round(x, 4) for x in xs] for xs in zip(*found, strict=True))
     yield {
         "epsilon": epsilon if is_private else None,
         "delta": DELTA if is_private else None,

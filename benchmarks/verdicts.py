@@ -8,7 +8,8 @@ are within two standard errors, and "no" if they are not.
     python -m benchmarks.verdicts                # a quarter of an hour on two cores
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -24,13 +25,32 @@ _OPTIMIZER = optax.sgd(0.5)
 
 
 class Task(NamedTuple):
-    """A loss of one example, in a batch of one, that trains from `init`."""
+    """A loss of one example, in a batch of one, and what is special in its training."""
 
     loss: Callable[[Any, Any], jax.Array]
-    init: Callable[[np.random.Generator], Any]
     policies: str  # that are tried
     input_scale: float = 1.0
     length: int = 1  # positions of an example
+    initial: Mapping[str, jax.Array] = {}  # parameters in place of random ones
+
+
+def _initial_params(task: Task) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = {"first": (_SIZE, _WIDTH), "second": (_WIDTH, _CLASSES)}
+    weights = {
+        k: jnp.asarray(rng.normal(0, s[0] ** -0.5, s), jnp.float32)
+        for k, s in shapes.items()
+    }
+    others = {"bias": jnp.zeros(_CLASSES), "scale": jnp.ones(_WIDTH)}
+    return {**weights, **others, **task.initial}
+
+
+def _hidden(params: Any, batch: Any) -> jax.Array:
+    return jax.nn.relu(batch["x"][:, 0] @ params["first"])
+
+
+def _classified(params: Any, hidden: jax.Array, batch: Any) -> jax.Array:
+    return _logits_to_loss(hidden @ params["second"] + params["bias"], batch)
 
 
 def _logits_to_loss(logits: jax.Array, batch: Any) -> jax.Array:
@@ -40,25 +60,14 @@ def _logits_to_loss(logits: jax.Array, batch: Any) -> jax.Array:
     return jnp.mean(losses)
 
 
-def _mlp(rng: np.random.Generator) -> Any:
-    shapes = {"first": (_SIZE, _WIDTH), "second": (_WIDTH, _CLASSES)}
-    weights = {
-        k: jnp.asarray(rng.normal(0, s[0] ** -0.5, s), jnp.float32)
-        for k, s in shapes.items()
-    }
-    return {**weights, "bias": jnp.zeros(_CLASSES), "scale": jnp.ones(_WIDTH)}
-
-
 def _plain(params: Any, batch: Any) -> jax.Array:
-    hidden = jax.nn.relu(batch["x"][:, 0] @ params["first"])
-    return _logits_to_loss(hidden @ params["second"] + params["bias"], batch)
+    return _classified(params, _hidden(params, batch), batch)
 
 
 def _normalised(params: Any, batch: Any) -> jax.Array:
     hidden = batch["x"][:, 0] @ params["first"]
     hidden = hidden * jax.lax.rsqrt(jnp.mean(jnp.square(hidden), -1, keepdims=True))
-    hidden = jax.nn.relu(hidden * params["scale"])
-    return _logits_to_loss(hidden @ params["second"] + params["bias"], batch)
+    return _classified(params, jax.nn.relu(hidden * params["scale"]), batch)
 
 
 def _running_mean(params: Any, batch: Any) -> jax.Array:
@@ -67,8 +76,7 @@ def _running_mean(params: Any, batch: Any) -> jax.Array:
     total, _ = jax.lax.scan(
         lambda c, h: (c + h, None), jnp.zeros_like(hidden[0]), hidden
     )
-    mean = (total / len(hidden))[None]
-    return _logits_to_loss(mean @ params["second"] + params["bias"], batch)
+    return _classified(params, (total / len(hidden))[None], batch)
 
 
 def _recurrent(params: Any, batch: Any) -> jax.Array:
@@ -77,20 +85,18 @@ def _recurrent(params: Any, batch: Any) -> jax.Array:
         return new, None
 
     state, _ = jax.lax.scan(body, jnp.zeros(_WIDTH, batch["x"].dtype), batch["x"][0])
-    return _logits_to_loss(state[None] @ params["second"] + params["bias"], batch)
+    return _classified(params, state[None], batch)
 
 
 def _attention(params: Any, batch: Any) -> jax.Array:
     hidden = batch["x"][0] @ params["first"]
     weights = jax.nn.softmax(hidden @ hidden.T * params["scale"][0], axis=-1)
-    mixed = jnp.mean(weights @ hidden, axis=0)[None]
-    return _logits_to_loss(mixed @ params["second"] + params["bias"], batch)
+    return _classified(params, jnp.mean(weights @ hidden, axis=0)[None], batch)
 
 
 def _far_from_zero(params: Any, batch: Any) -> jax.Array:
     """A large constant is added and taken away again."""
-    hidden = jax.nn.relu(batch["x"][:, 0] @ params["first"])
-    logits = (hidden @ params["second"] + 1000) - 1000
+    logits = (_hidden(params, batch) @ params["second"] + 1000) - 1000
     return _logits_to_loss(logits + params["bias"], batch)
 
 
@@ -100,60 +106,47 @@ def _tiny(params: Any, batch: Any) -> jax.Array:
 
 def _exponential(params: Any, batch: Any) -> jax.Array:
     """Sums of exponentials without care for their range."""
-    hidden = jax.nn.relu(batch["x"][:, 0] @ params["first"])
-    logits = 4 * (hidden @ params["second"]) + params["bias"]
+    logits = 4 * (_hidden(params, batch) @ params["second"]) + params["bias"]
     total = jnp.sum(jnp.exp(logits), axis=-1)
     return jnp.mean((jnp.log(total) - logits[:, batch["label"][0]]).astype(jnp.float32))
-
-
-def _zero_head(rng: np.random.Generator) -> Any:
-    return {**_mlp(rng), "second": jnp.zeros((_WIDTH, _CLASSES))}
-
-
-def _far_softmax(params: Any, batch: Any) -> jax.Array:
-    """Rounds nothing before the logits have grown."""
-    hidden = jax.nn.relu(batch["x"][:, 0] @ params["first"])
-    logits = hidden @ params["second"] + params["bias"] + 1000
-    return _logits_to_loss(logits, batch)
-
-
-def _pair(rng: np.random.Generator) -> Any:
-    """Two heads, of which the difference counts, from values that 8 bits can hold."""
-    params, head = _mlp(rng), jnp.full((_WIDTH, _CLASSES), 500.0)
-    return {**params, "second": head, "third": head}
-
-
-def _difference(params: Any, batch: Any) -> jax.Array:
-    hidden = jax.nn.relu(batch["x"][:, 0] @ params["first"])
-    head = params["second"] - params["third"]
-    return _logits_to_loss(hidden @ head + params["bias"], batch)
-
-
-def _large_bias(rng: np.random.Generator) -> Any:
-    params = _mlp(rng)
-    return {**params, "scale": jnp.full(_WIDTH, 300.0)}
 
 
 def _offset(params: Any, batch: Any) -> jax.Array:
     """A parameter with a large value that the model takes differences to."""
     hidden = batch["x"][:, 0] @ params["first"] + params["scale"]
-    hidden = jax.nn.relu(hidden - 300)
-    return _logits_to_loss(hidden @ params["second"] + params["bias"], batch)
+    return _classified(params, jax.nn.relu(hidden - 300), batch)
 
 
+def _far_softmax(params: Any, batch: Any) -> jax.Array:
+    """Rounds nothing before the logits have grown."""
+    logits = _hidden(params, batch) @ params["second"] + params["bias"] + 1000
+    return _logits_to_loss(logits, batch)
+
+
+def _difference(params: Any, batch: Any) -> jax.Array:
+    """Two heads, of which the difference counts, from values that 8 bits can hold."""
+    head = params["second"] - params["third"]
+    return _classified(params | {"second": head}, _hidden(params, batch), batch)
+
+
+_ZERO_HEAD = {"second": jnp.zeros((_WIDTH, _CLASSES))}
+_HEAD = jnp.full((_WIDTH, _CLASSES), 500.0)
+_LARGE_BIAS = {"scale": jnp.full(_WIDTH, 300.0)}
 TASKS = {
-    "mlp": Task(_plain, _mlp, "bf16 fp16 float8"),
-    "normalised": Task(_normalised, _mlp, "bf16 fp16 float8"),
-    "large inputs": Task(_normalised, _mlp, "bf16 fp16", 1e4),
-    "running mean": Task(_running_mean, _mlp, "bf16 fp16", length=256),
-    "recurrent": Task(_recurrent, _mlp, "bf16 float8", length=16),
-    "attention": Task(_attention, _mlp, "bf16 fp16 float8", length=8),
-    "far from zero": Task(_far_from_zero, _mlp, "bf16 fp16"),
-    "tiny loss": Task(_tiny, _mlp, "fp16"),
-    "exponentials": Task(_exponential, _mlp, "fp16", 2.0),
-    "offset": Task(_offset, _large_bias, "bf16"),
-    "far softmax": Task(_far_softmax, _zero_head, "bf16 fp16"),
-    "difference": Task(_difference, _pair, "bf16 fp16"),
+    "mlp": Task(_plain, "bf16 fp16 float8"),
+    "normalised": Task(_normalised, "bf16 fp16 float8"),
+    "large inputs": Task(_normalised, "bf16 fp16", 1e4),
+    "running mean": Task(_running_mean, "bf16 fp16", length=256),
+    "recurrent": Task(_recurrent, "bf16 float8", length=16),
+    "attention": Task(_attention, "bf16 fp16 float8", length=8),
+    "far from zero": Task(_far_from_zero, "bf16 fp16"),
+    "tiny loss": Task(_tiny, "fp16"),
+    "exponentials": Task(_exponential, "fp16", 2.0),
+    "offset": Task(_offset, "bf16", initial=_LARGE_BIAS),
+    "far softmax": Task(_far_softmax, "bf16 fp16", initial=_ZERO_HEAD),
+    "difference": Task(
+        _difference, "bf16 fp16", initial={"second": _HEAD, "third": _HEAD}
+    ),
 }
 _POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "float8": "float8"}
 PAIRS = [f"{name}, {x}" for name, task in TASKS.items() for x in task.policies.split()]
@@ -168,7 +161,7 @@ def benchmark(
     """A line for each task: the verdict, and the losses after training."""
     name, _, short = task.partition(", ")
     chosen, policy = TASKS[name], _POLICIES[short]
-    data, params = _data(chosen), chosen.init(np.random.default_rng(0))
+    data, params = _data(chosen), _initial_params(chosen)
     mechanism = dpmp.DPSGD(
         num_examples=_NUM_EXAMPLES,
         expected_batch_size=128,
@@ -184,13 +177,13 @@ def benchmark(
         optimizer=_OPTIMIZER,
         policies=[policy],
     )
-    losses = {
-        x: _losses_after(chosen, params, data, mechanism, x, seeds)
-        for x in ("float32", policy)
-    }
-    means = [float(np.mean(x)) for x in losses.values()]
-    errors = [np.std(x, ddof=1) / len(x) ** 0.5 for x in losses.values()]
-    is_close = bool(abs(means[0] - means[1]) <= 2 * np.hypot(*errors))
+    policies = ("float32", policy)
+    found = [
+        harness.mean_and_error(_losses_after(chosen, params, data, mechanism, x, seeds))
+        for x in policies
+    ]
+    means, errors = zip(*found, strict=True)
+    is_close = abs(means[0] - means[1]) <= 2 * math.hypot(*errors)
     yield {
         "policy": policy,
         "safe": verdict.is_safe and not verdict.float32_paths,
@@ -198,8 +191,8 @@ def benchmark(
         **harness.rounded(
             {x: getattr(verdict, x) for x in ("kept", "aside", "error")}, 4
         ),
-        "losses": dict(zip(losses, means, strict=True)),
-        "standard_errors": dict(zip(losses, map(float, errors), strict=True)),
+        "losses": dict(zip(policies, means, strict=True)),
+        "standard_errors": dict(zip(policies, errors, strict=True)),
         "same_loss": is_close,
     }
 
@@ -215,18 +208,10 @@ def _data(task: Task) -> dict[str, np.ndarray]:
 
 
 def _losses_after(
-    task: Task,
-    params: Any,
-    data: dict[str, np.ndarray],
-    mechanism: dpmp.DPSGD,
-    policy: str,
-    seeds: int,
+    task: Task, params: Any, data: Any, mechanism: dpmp.DPSGD, policy: str, seeds: int
 ) -> list[float]:
     trainer = dpmp.DPTrainer(
-        mechanism=mechanism,
-        loss_fn=task.loss,
-        optimizer=_OPTIMIZER,
-        policy=policy,
+        mechanism=mechanism, loss_fn=task.loss, optimizer=_OPTIMIZER, policy=policy
     )
 
     @jax.jit

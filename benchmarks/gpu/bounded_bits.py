@@ -16,11 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import dpmp
 from benchmarks.gpu import programs
-from benchmarks.gpu.programs import Program, Session, finding
-from benchmarks.models import GPT2, TINY_GPT2
+from benchmarks.gpu.programs import Session, finding
+from benchmarks.models import GPT2, TINY
 from dpmp.numerics import BoundedSums
 
 _RESOLUTION = 2**22
@@ -37,13 +38,9 @@ def _linear_loss(w: jax.Array, batch: Any) -> jax.Array:
     return jnp.sum(products)
 
 
-def _bounded_program(
-    loss: Callable[..., Any],
-    params: Any,
-    batch: Any,
-    microbatch_size: int,
-    options: Any = programs.REPEATABLE,
-) -> Program:
+def _bounded_sum(
+    loss: Callable[..., Any], microbatch_size: int, options: Any = programs.REPEATABLE
+) -> Callable[..., Any]:
     fn = dpmp.clipped_grad(
         loss,
         l2_clip_norm=1.0,
@@ -57,8 +54,7 @@ def _bounded_program(
         leaves = jax.tree.leaves(total, is_leaf=lambda x: isinstance(x, dpmp.GridArray))
         return jnp.concatenate([leaf.counts.ravel() for leaf in leaves])
 
-    empty = jax.ShapeDtypeStruct((len(jax.tree.leaves(batch)[0]),), bool)
-    return Program(steps, (params, batch, empty), options)
+    return programs.jitted(steps, options)
 
 
 def _factors(is_tiny: bool, dtype: Any) -> dict[str, dict[str, jax.Array]]:
@@ -102,8 +98,7 @@ def bounded_sums(session: Session) -> Iterator[dict[str, Any]]:
     for dtype, microbatch_size in sizes:
         cases = _factors(session.is_tiny, dtype)
         w = _zero_weights(cases["random"])
-        program = _bounded_program(_linear_loss, w, cases["random"], microbatch_size)
-        total = functools.partial(program.jitted(), w)
+        total = functools.partial(_bounded_sum(_linear_loss, microbatch_size), w)
         where = f"{np.dtype(dtype).name}, microbatches of {microbatch_size}"
         for name, batch in cases.items():
             change = _largest_change(functools.partial(total, batch), len(batch["x"]))
@@ -125,11 +120,10 @@ def _largest_change(total: Callable[[np.ndarray], Any], size: int) -> float:
 
 def repetitions(session: Session) -> Iterator[dict[str, Any]]:
     """A model with embeddings of which examples use the same rows over and over."""
-    params, tokens, loss = _small_transformer(session.is_tiny)
-    size = len(tokens)
+    params, batch, loss = _small_transformer(session.is_tiny)
+    size = len(batch["tokens"])
     for name, options in (("", programs.REPEATABLE), (", not asked for", {})):
-        program = _bounded_program(loss, params, tokens, 2, options)
-        total = functools.partial(program.jitted(), params, tokens)
+        total = functools.partial(_bounded_sum(loss, 2, options), params, batch)
         runs = [np.asarray(total(np.zeros(size, bool))) for _ in range(5)]
         differing = max(int(np.sum(x != runs[0])) for x in runs)
         what = f"entries that differ from run to run{name}"
@@ -139,21 +133,28 @@ def repetitions(session: Session) -> Iterator[dict[str, Any]]:
         yield finding(what, change, 1, is_promised=not name)
 
 
-def _small_transformer(is_tiny: bool) -> tuple[Any, jax.Array, Callable[..., Any]]:
+def _small_transformer(is_tiny: bool) -> tuple[Any, Any, Callable[..., Any]]:
     """Bfloat16 parameters, tokens that repeat, and a loss."""
-    shape = GPT2(2, 256, 4, vocabulary=512, positions=128)
-    shape = TINY_GPT2 if is_tiny else shape
-    params = shape.init(jax.random.key(0))
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    length = min(100, shape.positions)
+    sizes: Any = {"width": 256, "num_layers": 2, "num_heads": 4}
+    length, sizes = (8, TINY) if is_tiny else (100, {"vocabulary_size": 512, **sizes})
+    task = GPT2(4, length, **sizes)
+    params = optax.tree.cast(task.params, jnp.bfloat16)
     tokens = jax.random.randint(jax.random.key(1), (4, length), 0, 3)
-    return params, tokens, shape.loss_fn()
+    return params, {**task.batch, "tokens": tokens}, task.loss_fn
 
 
 def norms(session: Session) -> Iterator[dict[str, Any]]:
     """Beside norms in float64 on the host."""
     cases = _factors(session.is_tiny, jnp.float32)
-    run_norms = _norm_program(cases["random"]).jitted()
+    fn = dpmp.clipped_grad(
+        _linear_loss,
+        l2_clip_norm=1e9,
+        method="book_keeping",
+        arithmetic="bounded",
+        microbatch_size=2,
+        return_grad_norms=True,
+    )
+    run_norms = jax.jit(lambda w, batch: fn(w, batch)[1].grad_norms)
     for name, batch in cases.items():
         found = np.asarray(run_norms(_zero_weights(batch), batch)).astype(np.float64)
         x, g = (np.asarray(batch[k]).astype(np.float64) for k in "xg")
@@ -168,16 +169,3 @@ def norms(session: Session) -> Iterator[dict[str, Any]]:
             # With a product in TF32 it would be 2^-12 or more.
             error = np.max(np.abs(found / exact - 1))
             yield finding(f"relative error of a norm; {name}", error, 2.0**-16)
-
-
-def _norm_program(batch: Any) -> Program:
-    fn = dpmp.clipped_grad(
-        _linear_loss,
-        l2_clip_norm=1e9,
-        method="book_keeping",
-        arithmetic="bounded",
-        microbatch_size=2,
-        return_grad_norms=True,
-    )
-    args = _zero_weights(batch), batch
-    return Program(lambda w, batch: fn(w, batch)[1].grad_norms, args)

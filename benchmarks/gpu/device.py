@@ -1,17 +1,15 @@
 """What a device can do: the self-check, matrix products by dtype, and noise."""
 
 import dataclasses
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-import dpmp
 from benchmarks import harness
 from benchmarks.gpu import programs
 from benchmarks.gpu.programs import Session
-from dpmp import devices, noise_addition
+from benchmarks.large_runs import noisy_sums
+from dpmp import devices
 from dpmp.tools.selfcheck import command
 from dpmp.tools.selfcheck._subjects import Sizes, dpmp_subjects
 
@@ -62,34 +60,14 @@ def run_noise(session: Session) -> None:
     """
     size = 2**12 if session.is_tiny else 2**30
 
-    def make_args() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros(size, jnp.int32), jnp.int32(0)
-
-    def discrete(resolution: int, steps: jax.Array, step: jax.Array) -> jax.Array:
-        key = jax.random.key(0)
-        privatizer: Any = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
-        total = dpmp.GridArray(steps, 1 / resolution)
-        return privatizer.update(total, noise_addition.NoiseState(key, step))[0]
-
-    def normal(impl: str, steps: jax.Array, step: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(0, impl=impl), step)
-        return steps.astype(jnp.float32) + jax.random.normal(key, steps.shape)
-
-    functions = {
-        "discrete": functools.partial(discrete, 2**15),
-        "discrete, fine": functools.partial(discrete, 2**20),
-        "jax.random.normal": functools.partial(normal, "threefry2x32"),
-        "jax.random.normal, rbg": functools.partial(normal, "rbg"),
-    }
-
     def more(milliseconds: dict[str, float]) -> dict[str, Any]:
         rates = {k: round(size / x / 1e6, 3) for k, x in milliseconds.items()}
         return {"entries": size, "gigaentries_per_second": rates}
 
     programs.compare(
         session,
-        functions,
-        make_args,
+        noisy_sums(),
+        (jnp.zeros(size, jnp.int32), jnp.int32(0)),
         reference="jax.random.normal",
         rounds=7,
         more=more,

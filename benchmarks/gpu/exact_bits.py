@@ -9,7 +9,7 @@ integers on the host:
 - noise is the same integers as on a CPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 
 import dpmp
 from benchmarks.gpu import programs
-from benchmarks.gpu.programs import Program, Session, finding
+from benchmarks.gpu.programs import Session, finding
 from dpmp import noise_addition
 from dpmp.clipping import clipped_fun
 from dpmp.numerics import ExactSums
@@ -33,9 +33,9 @@ def run(session: Session) -> None:
     programs.run_checks(session, (exact_sums, contributions, noise))
 
 
-def _exact_program(
-    batch: Any, microbatch_size: int | None = None, resolution: int = DEFAULT_RESOLUTION
-) -> Program:
+def _exact_sum(
+    microbatch_size: int | None = None, resolution: int = DEFAULT_RESOLUTION
+) -> Callable[..., Any]:
     fn = clipped_fun(
         lambda x: x,
         keep_batch_dim=False,
@@ -43,8 +43,7 @@ def _exact_program(
         arithmetic=ExactSums(resolution),
         microbatch_size=microbatch_size,
     )
-    args = batch, jax.ShapeDtypeStruct(batch.shape[:1], bool)
-    return Program(lambda x, empty: fn(x, is_padding_example=empty).counts, args)
+    return jax.jit(lambda x, empty: fn(x, is_padding_example=empty).counts)
 
 
 def _gradients(is_tiny: bool, dtype: Any) -> jax.Array:
@@ -73,9 +72,9 @@ def exact_sums(session: Session) -> Iterator[dict[str, Any]]:
             "padding": (padded, gaps, None),
             "padding, in microbatches": (padded, gaps, 8),
         }
-        whole = _exact_program(batch).jitted()(batch, none)
+        whole = _exact_sum()(batch, none)
         for name, (x, empty, microbatch_size) in ways.items():
-            other = _exact_program(x, microbatch_size).jitted()(x, empty)
+            other = _exact_sum(microbatch_size)(x, empty)
             what = f"entries that differ in {name}, {np.dtype(dtype).name}"
             yield finding(what, np.sum(whole != other), 0)
 
@@ -85,9 +84,8 @@ def contributions(session: Session) -> Iterator[dict[str, Any]]:
     size = _num_entries(session.is_tiny)
     for dtype in _DTYPES:
         examples = _hard_examples(size, dtype)
-        batch = jax.ShapeDtypeStruct((1, size), dtype)
         for resolution in _RESOLUTIONS:
-            clipped = _exact_program(batch, resolution=resolution).jitted()
+            clipped = _exact_sum(resolution=resolution)
             ratios = {
                 name: _norm(clipped(x[None], np.zeros(1, bool))) / resolution
                 for name, x in examples.items()
@@ -130,24 +128,23 @@ def _norm(steps: Any) -> float:
     return float(np.sqrt(float(sum(flat * flat))))
 
 
-def _noise_program(size: int, resolution: int) -> Program:
+def _drawer(size: int, resolution: int) -> Callable[..., Any]:
     def draw(step: jax.Array) -> jax.Array:
         key = jax.random.key(0, impl="threefry2x32")
         privatizer: Any = noise_addition.gaussian_privatizer(stddev=1.0, prng_key=key)
         zeros = dpmp.GridArray(jnp.zeros(size, jnp.int32), 1 / resolution)
         return privatizer.update(zeros, noise_addition.NoiseState(key, step))[0]
 
-    return Program(draw, (jax.ShapeDtypeStruct((), jnp.int32),))
+    return draw
 
 
 def noise(session: Session) -> Iterator[dict[str, Any]]:
     """The same noise on this device and on a CPU."""
     size = 1000 if session.is_tiny else 2_000_000
     for resolution in (2**15, 2**20):
-        program = _noise_program(size, resolution)
-        here = program.jitted()(jnp.int32(3))
+        here = jax.jit(_drawer(size, resolution))(jnp.int32(3))
         with jax.default_device(jax.devices("cpu")[0]):
-            there = np.asarray(jax.jit(program.fun)(jnp.int32(3)))
+            there = np.asarray(jax.jit(_drawer(size, resolution))(jnp.int32(3)))
         what = f"entries of noise that are not those of a CPU; 1/{resolution}"
         yield finding(what, np.sum(here != there), 0)
         error = abs(np.var(here) - 1)

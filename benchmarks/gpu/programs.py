@@ -9,7 +9,7 @@ import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -40,9 +40,6 @@ class Session:
         size = {"tiny": True} if self.is_tiny else {}
         part = {"part": self.part, "question": question}
         harness.append(self.folder, "gpu", **part, **size, **figures)
-
-
-# --------------------------------------------------------------------------- findings
 
 
 def finding(
@@ -76,28 +73,19 @@ def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:600]}"
 
 
-# --------------------------------------------------------------------------- programs
+def jitted(fun: Callable[..., Any], options: Mapping[str, Any] = REPEATABLE) -> Any:
+    """The function, compiled on GPUs with these options of the compiler."""
+    is_gpu = jax.default_backend() == "gpu"
+    return jax.jit(fun, compiler_options=dict(options) if is_gpu else {})
 
 
-class Program(NamedTuple):
-    """A function to compile."""
-
-    fun: Callable[..., Any]  # of arrays
-    args: tuple[Any, ...]  # trees of arrays, or of their shapes
-    options: Mapping[str, Any] = {}  # of the compiler, on GPUs
-
-    def jitted(self) -> Any:
-        """The function, compiled for the device at hand when it is called."""
-        is_gpu = jax.default_backend() == "gpu"
-        options = dict(self.options) if is_gpu else {}
-        return jax.jit(lambda *xs: self.fun(*xs), compiler_options=options)
-
-
-def compile_program(program: Program) -> tuple[Callable[..., Any], dict[str, float]]:
+def _compile(
+    fun: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], dict[str, float]]:
     """Compiles for the device at hand, with figures of what it took."""
-    shapes = jax.eval_shape(lambda *xs: xs, *program.args)
+    shapes = jax.eval_shape(lambda *xs: xs, *args)
     start = time.perf_counter()
-    lowered: Any = program.jitted().lower(*shapes)
+    lowered: Any = jitted(fun, options).lower(*shapes)
     lowered_at = time.perf_counter()
     compiled: Any = lowered.compile()
     compiled_at = time.perf_counter()
@@ -112,21 +100,23 @@ def compile_program(program: Program) -> tuple[Callable[..., Any], dict[str, flo
 
 
 def _try_all(
-    session: Session, programs: Mapping[str, Program]
+    session: Session, functions: Mapping[str, Callable[..., Any]], args: tuple[Any, ...]
 ) -> Iterator[tuple[str, Callable[[], Any], float]]:
     """Runs programs twice while three quarters of the time last; a line for each.
 
     Gives their names, what runs them again, and the seconds of their second run.
     """
     slowest = 0.0
-    for name, program in programs.items():
+    for name, fun in functions.items():
         if session.seconds_left() - 0.25 * session.seconds < slowest:
             session.record("trial", name=name, error="not tried: no time left")
             continue
         start, call, seconds = time.monotonic(), None, 0.0
         try:
-            run, figures = compile_program(program)
-            call = functools.partial(run, *program.args)
+            # What is proved of "bounded" sums takes sums that are always the same.
+            options = REPEATABLE if "bounded" in name else {}
+            run, figures = _compile(fun, args, options)
+            call = functools.partial(run, *args)
             before = _peak_bytes()
             seconds_of(call)
             seconds = seconds_of(call)
@@ -150,34 +140,20 @@ def _peak_bytes() -> int:
 
 def compare(
     session: Session,
-    functions: Mapping[str, Callable[..., Any]],
-    make_args: Callable[[], tuple[Any, ...]],
+    functions: Mapping[str, Callable[..., Any]],  # the most important first
+    args: tuple[Any, ...],
     *,
     reference: str,
     kind: Callable[[str], str] = lambda name: name,
     rounds: int = 10,
-    has_early_lines: bool = False,
     more: Callable[[dict[str, float]], dict[str, Any]] = lambda milliseconds: {},
 ) -> None:
     """Tries functions, and times the fastest of each kind in turn.
 
-    Args:
-      session: the part.
-      functions: by name, the most important first.
-      make_args: the arguments of all of them.
-      reference: the name of the one that the others are compared with.
-      kind: of a program with this name.
-      rounds: in which all run in turn.
-      has_early_lines: whether there is a line whenever the fastest of a kind changed,
-        so that a run that is cut off has one.
-      more: figures of a line that follow from the milliseconds.
+    There is a line whenever the fastest of a kind changed, so that a run that is cut
+    off has one. `kind` is that of a program with this name, and `more` gives figures
+    that follow from the milliseconds.
     """
-    args = make_args()
-    programs = {
-        # What is proved of "bounded" sums takes sums that are the same at every run.
-        name: Program(fun, args, REPEATABLE if "bounded" in name else {})
-        for name, fun in functions.items()
-    }
 
     def time_best(rounds: int) -> None:
         some = {name: calls[name] for name in best.values()}
@@ -193,11 +169,11 @@ def compare(
             )
 
     calls, trials, best = {}, {}, {}
-    for name, call, seconds in _try_all(session, programs):
+    for name, call, seconds in _try_all(session, functions, args):
         calls[name], trials[name], before = call, seconds, best
         by_time = sorted(trials, key=trials.__getitem__, reverse=True)
         best = {kind(x): x for x in by_time}
-        if has_early_lines and best != before and len(best) > 1:
+        if best != before and len(best) > 1:
             time_best(3)
     time_best(rounds)
 

@@ -8,7 +8,6 @@ refused.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -97,14 +96,14 @@ def _evaluate(eqn: Any, values: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     if name == primitives.COND:
         branches = map(interpreter.inline, eqn.params["branches"])
-        runs = [functools.partial(_apply, _run_to_arrays, x) for x in branches]
+        runs = [lambda *xs, body=body: _run_to_arrays(body, xs) for body in branches]
         return jax.lax.switch(values[0], runs, *values[1:])
     if (loop := interpreter.as_loop(eqn)) is not None:
         return _scan(eqn, values, loop)
     if (found := interpreter.as_rematerialised(eqn)) is not None:
         body, wrap = found
         # It may return a target: `nnx.remat` returns all parameters of its module.
-        return wrap(functools.partial(_apply, _run, body))(*values)
+        return wrap(lambda *xs: _run(body, xs))(*values)
     values = list(map(_dequantised, values))
     views = [x for x in values if isinstance(x, View)]
     if not views:
@@ -121,10 +120,6 @@ def _dequantised(x: Any) -> Any:
     if isinstance(x, View):
         return dataclasses.replace(x, array=dequantised(x.array))
     return dequantised(x)
-
-
-def _apply(run: Callable[..., list[Any]], closed: Any, *values: Any) -> list[Any]:
-    return run(closed, values)
 
 
 def _scan(eqn: Any, values: list[Any], loop: interpreter.Loop) -> list[Any]:

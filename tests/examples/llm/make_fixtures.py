@@ -1,9 +1,9 @@
 """Makes the small models that the tests of `examples/llm` compare with transformers.
 
     pip install -e '.[llm-fixtures]'
-    python -m benchmarks.llm_fixtures
+    python tests/examples/llm/make_fixtures.py
 
-Each folder of `tests/examples/llm/fixtures` gets a model with random parameters, as
+Each folder of `fixtures` gets a model with random parameters, as
 transformers saves it, and the outputs that transformers computes with PyTorch, in
 float32. It takes ten seconds.
 """
@@ -13,10 +13,10 @@ import shutil
 from typing import Any
 
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]
-import transformers  # pyright: ignore[reportMissingImports]
+import torch
+import transformers
 
-FOLDER = pathlib.Path(__file__).parents[1] / "tests" / "examples" / "llm" / "fixtures"
+FOLDER = pathlib.Path(__file__).with_name("fixtures")
 
 _BERT: dict[str, Any] = {
     "vocab_size": 80,
