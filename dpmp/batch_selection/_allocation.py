@@ -133,6 +133,9 @@ class RandomAllocation(Sampling):
 class _Epoch:
     """The assignment of one epoch, of which a window of steps is in memory."""
 
+    # So that no report of variables shows the key.
+    __slots__ = ("_bounds", "_first", "_key", "_members", "_size", "_step", "_steps")
+
     def __init__(self, key: int, step: int, steps: int, num_examples: int):
         self._key, self._step, self._steps = key, step, steps
         self._size = num_examples

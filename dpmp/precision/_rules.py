@@ -129,6 +129,11 @@ def applied(
     return rounded_fun
 
 
+def name_of(path: Any) -> str:
+    """The path of a parameter as the expressions of a policy see it."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def rule_for(rules: Rules, path: str) -> tuple[str, str] | None:
     """The rule for the products of a parameter; None to leave them as they are."""
     found = next((rule for rule in rules if re.search(rule[0], path)), None)
@@ -139,10 +144,7 @@ def checked_paths(
     params: PyTree, what: str, expressions: Sequence[str], others: Sequence[str] = ()
 ) -> list[str]:
     """The paths of parameters; ValueError for an expression that is found in none."""
-    paths = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, _ in jax.tree_util.tree_leaves_with_path(params)
-    ]
+    paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     unused = [
         expression
         for expression in expressions
