@@ -41,6 +41,7 @@ SIZE = 16
 DATA = {"x": np.full((SIZE, 3), SECRET, np.float32), "y": np.ones(SIZE, np.float32)}
 BATCH = np.full((4, 3), SECRET, np.float32)
 PARAMS = {"w": np.ones(3, np.float32)}
+ZERO = np.zeros((), np.float32)
 FLOATS, INTEGERS = np.ones(3, np.float32), np.ones(3, np.int32)
 NO_PADDING = np.zeros(SIZE, bool)
 KEY = jax.random.key(12345678)
@@ -796,6 +797,28 @@ def test_an_optimizer_with_a_line_search_is_refused():
     made = trainer(optimizer=optax.lbfgs())
     with pytest.raises(ValueError, match=r"optimizer\.update must be .*line search"):
         made.fit(made.init(PARAMS), DATA, progress=False)
+
+
+def _mean_of_examples(grads, state, params=None):
+    """As optax.contrib.dpsgd, which clips per-example gradients itself."""
+    return jax.tree.map(lambda x: x / x.shape[0], grads), state
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "params"),
+    [
+        (optax.GradientTransformation(optax.init_empty_state, _mean_of_examples), ZERO),
+        (optax.lookahead(optax.sgd(0.1), 2, 0.5), optax.LookaheadParams(ZERO, ZERO)),
+    ],
+    ids=["of examples", "lookahead"],
+)
+def test_an_optimizer_that_wants_other_gradients_is_refused(optimizer, params):
+    def loss_fn(params, batch):
+        return sum(jax.tree.leaves(params)) * jnp.mean(batch["x"])
+
+    made = trainer(optimizer=optimizer, loss_fn=loss_fn)
+    with pytest.raises(ValueError, match=r"optimizer\.update must be .*structure"):
+        made.fit(made.init(params), DATA, progress=False)
 
 
 def test_a_private_number_of_examples_is_not_shown():

@@ -93,6 +93,7 @@ def add_options(
     add(
         "--neighboring-relation",
         "--neighbors",
+        type=str.upper,
         choices=_RELATIONS,
         default=DEFAULT_RELATION.name,
         metavar="NAME",
@@ -120,7 +121,9 @@ def _epsilon(args: argparse.Namespace, mechanism: DPSGD) -> _Result:
     """Computes epsilon for a noise multiplier."""
     epsilon = mechanism.guarantee().epsilon
     text = f"epsilon {round_up(epsilon)} at delta {args.delta}"
-    if args.delta >= 1 / args.num_examples:
+    if math.isinf(epsilon):
+        text = f"{text}\n{mechanism.statement()}"
+    elif args.delta >= 1 / args.num_examples:
         text += ", which allows that one of the examples is published: use less"
     finite = epsilon if math.isfinite(epsilon) else None  # JSON has no infinity
     return text, {"epsilon": finite, "delta": args.delta}

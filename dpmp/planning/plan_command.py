@@ -56,7 +56,7 @@ def add_plan_command(commands: Any) -> None:
         parser.add_argument(name, type=_count, metavar="N", help=text)
     text = "the examples in all batches, for --epochs"
     add("--num-processed", "--processed", type=float, help=text)
-    text = "the config.json of a Llama, Qwen, Gemma or GPT-2"
+    text = "the config.json of a Llama, Qwen, Mistral, Gemma or GPT-2"
     add("--config", type=pathlib.Path, help=text)
     text = "the gigabytes that jax takes of a device: 18 of 24, say"
     add("--memory", type=float, help=text)

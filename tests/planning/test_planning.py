@@ -41,8 +41,12 @@ def test_epsilon_is_the_mechanisms_rounded_up(capsys):
     assert 0 <= float(text.split()[1]) - exact.guarantee().epsilon < 1e-3
     replaced = epsilon(capsys, *NOISE, "--neighbors", "REPLACE_ONE")
     assert replaced > exact.guarantee().epsilon
+    assert epsilon(capsys, *NOISE, "--neighbors", "replace_one") == replaced
     none = [*NOISE, "--noise-multiplier", "0"]
     assert "inf" in run(capsys, "epsilon", *RUN, *none)
+    little = run(capsys, "epsilon", *RUN, *NOISE, "--noise-multiplier", "0.02")
+    assert "inf" in little
+    assert "so little noise" in " ".join(little.split())  # the reason
     assert epsilon(capsys, *none) is None  # JSON has no infinity
 
 

@@ -47,8 +47,9 @@ class SumsAudit:
             )
         if self.reads_padding:
             text += (
-                " What is in a row of padding changes it too, which is FALSE: the mask "
-                "is inverted or not used, or something is computed across the batch."
+                " Rows of padding change the sum too, which makes the claim FALSE: the "
+                "mask is inverted or not used, or something is computed across the "
+                "batch."
             )
         return _plain_text.paragraph(text)
 
