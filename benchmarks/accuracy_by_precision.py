@@ -160,7 +160,7 @@ def prepare(
     task = LARGE[name](dtype) if is_large else (TASKS | ADAPTERS)[name]()
     task = task._replace(steps=steps or task.steps)
     mechanism = dpmp.DPSGD(
-        num_examples=task.num_examples,
+        num_examples=len(jax.tree.leaves(task.train)[0]),
         expected_batch_size=task.batch_size,
         iterations=task.steps,
         l2_clip_norm=task.l2_clip_norm * task.loss_weight,

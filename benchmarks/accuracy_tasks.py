@@ -37,11 +37,6 @@ class Task(NamedTuple):
     l2_clip_norm: float = 1.0  # of the gradient of `loss_fn` of one example
     base: Any = None  # the frozen parameters to which the trained ones are adapters
 
-    @property
-    def num_examples(self) -> int:
-        """To train on."""
-        return len(jax.tree.leaves(self.train)[0])
-
 
 def digits() -> Task:
     """Two convolutions and a linear layer, from scratch, on 8 x 8 images of digits."""

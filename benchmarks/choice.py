@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
+import dpmp
 from benchmarks import harness, models
 from dpmp import _timing, lora
 from dpmp.lora import Adapters
@@ -120,14 +121,15 @@ def measure(
         "book_keeping": {"method": "book_keeping"},
         "per_example": {"arithmetic": "exact"},
     }
-    default = subject.clipped_grad(**methods["book_keeping"])
+    clip = functools.partial(dpmp.clipped_grad, subject.loss_fn, l2_clip_norm=1.0)
+    default = clip(**methods["book_keeping"])
     chosen = default.microbatch_size(*subject.args)
     functions = {"plain": jax.grad(subject.loss_fn), "default": default}
     for name, options in methods.items():
         for size in SIZES:
             is_default = name == "book_keeping" and size == chosen
             if batch_size % size == 0 and not is_default:
-                fn = subject.clipped_grad(**options, microbatch_size=size)
+                fn = clip(**options, microbatch_size=size)
                 functions[f"{name}, {size}"] = fn
     _, seconds = _timing.measure(functions, rounds, *subject.args)
     measured = harness.Measured(seconds)

@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import dpmp
-
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
@@ -36,10 +34,6 @@ class Task(NamedTuple):
     def args(self) -> tuple[Any, Any]:
         """The arguments of the loss and of functions for gradients."""
         return self.params, self.batch
-
-    def clipped_grad(self, **options: Any) -> dpmp.BoundedSensitivityCallable:
-        """The function of dpmp for the sum of clipped gradients."""
-        return dpmp.clipped_grad(self.loss_fn, l2_clip_norm=1.0, **options)
 
 
 def smollm2(dtype: Any, batch_size: int = 8, length: int = 128) -> Task:
