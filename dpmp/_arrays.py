@@ -41,7 +41,12 @@ def is_narrow(x: Any) -> bool:
 
 
 def as_device_dtypes(tree: PyTree) -> PyTree:
-    """Turns leaves into NumPy arrays of jax's dtypes; its arrays and numbers stay."""
+    """Turns the leaves into NumPy arrays of dtypes that jax has.
+
+    Arrays of jax, shapes and numbers of Python stay. A value that overflows causes no
+    warning. Raises ValueError, with the path of the leaf, for a dtype that jax does not
+    have: its own error would show the values.
+    """
     return jax.tree_util.tree_map_with_path(_in_device_dtype, tree)
 
 

@@ -71,9 +71,18 @@ def calibrate_noise_multiplier(
 def least_noise_multiplier(
     epsilon_of: Callable[[float], float], *, epsilon: float, delta: float, guess: float
 ) -> float:
-    """The smallest noise multiplier for which `epsilon_of`, which falls, is `epsilon`.
+    """The smallest noise multiplier for which `epsilon_of` is at most `epsilon`.
 
-    The search starts from `guess`. `delta` is the one for which `epsilon_of` is.
+    It does for other events what `calibrate_noise_multiplier` does for Gaussian steps.
+
+    Args:
+      epsilon_of: computes epsilon of a noise multiplier. It must be a falling function.
+      epsilon: the target epsilon.
+      delta: the delta for which `epsilon_of` computes epsilon.
+      guess: the noise multiplier from which the search starts.
+
+    Raises:
+      ValueError: if the target needs a noise multiplier above 1e9.
     """
     guess, confirmed = _validate.positive(guess=guess), []
 

@@ -149,11 +149,17 @@ class AdaptiveClipNorm:
         return math.hypot(1, self.norm_share) - 1
 
     def max_coordinate(self, l2_norm_bound: float) -> float:
-        """The absolute value of the number that one example adds to the count."""
+        """The absolute value of the number that one example adds to the count.
+
+        `l2_norm_bound` is the largest norm of a clipped gradient.
+        """
         return self.norm_share * l2_norm_bound * (1 - 2.0**-50)
 
     def signs(self, grad_norms: jax.Array, is_example: jax.Array) -> jax.Array:
-        """For each example: 1 within the clip norm, -1 above it, and 0 for padding."""
+        """For each example: 1 within the clip norm, -1 above it, and 0 for padding.
+
+        The arguments are (B,), and `is_example` is bool.
+        """
         clip_norm = jnp.asarray(_meshes.resharded(self.initial)).astype(
             grad_norms.dtype
         )

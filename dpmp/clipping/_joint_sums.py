@@ -166,7 +166,12 @@ class ReleasedMetrics:
     def sums(
         self, values: jax.Array, is_clipped: jax.Array, l2_norm_bound: float
     ) -> dict[str, GridArray]:
-        """The sums over a batch of the metrics "loss" and "clipped", where released."""
+        """The sums over a batch of the metrics "loss" and "clipped", where released.
+
+        `values` are the losses, (B,), and `is_clipped` is (B,) bool; both are zero for
+        padding. `l2_norm_bound` is the largest norm of a clipped gradient. Raises
+        ValueError for a batch of more than two million examples.
+        """
         # Every metric is scaled to shares from 0 to 1. A loss of NaN counts as 0.
         loss = jnp.clip(values.astype(jnp.float32) / (self.largest_loss or 1.0), 0, 1)
         shares = {
@@ -179,7 +184,12 @@ class ReleasedMetrics:
     def means(
         self, noisy: JointSum, l2_norm_bound: float, expected_batch_size: float
     ) -> dict[str, jax.Array]:
-        """The noisy means of all metrics, over the expected batch size."""
+        """The noisy means over examples of all metrics.
+
+        `l2_norm_bound` is that of the function which `clipped_grad` returned, and
+        counts `normalize_by` in. The sums are divided by the expected batch size: the
+        true size is sensitive.
+        """
         largest = self.max_coordinate(l2_norm_bound)
         units = {
             "loss": (self.largest_loss or 1.0) / largest,
@@ -267,7 +277,10 @@ class JointCoordinates:
         return cls(metrics, l2_clip_norm if adapts else None)
 
     def norm_bound(self, l2_norm_bound: float) -> float:
-        """The largest norm of a contribution to the sum and all coordinates."""
+        """The largest norm of a contribution to the sum and all coordinates together.
+
+        `l2_norm_bound` is the largest norm of a contribution to the sum alone.
+        """
         bound = l2_norm_bound
         if self.metrics:
             bound = self.metrics.joint_norm_bound(l2_norm_bound)
@@ -278,7 +291,10 @@ class JointCoordinates:
         return bound
 
     def join(self, total: PyTree, outputs: Outputs, l2_norm_bound: float) -> PyTree:
-        """Returns a `JointSum` of `total` and the coordinates, or `total` if none."""
+        """Returns a `JointSum` of `total` and the coordinates, or `total` without any.
+
+        `outputs` are the per-example outputs of the same batch.
+        """
         metrics, adaptive = self.metrics, self.adaptive
         if not (metrics or adaptive):
             return total
@@ -299,7 +315,10 @@ class JointCoordinates:
         expected_batch_size: float,
         clip_norm: Any = None,
     ) -> Released:
-        """Splits a noisy output of `clipped_grad`, which may be a `JointSum`."""
+        """Splits a noisy output of `clipped_grad`, which may be a `JointSum`.
+
+        `clip_norm` is the clip norm of the step, if it adapts.
+        """
         if not isinstance(noisy, JointSum):
             return Released(noisy, None, {})
         count, means = noisy.num_overflows, {}

@@ -35,8 +35,8 @@ class PrivacyCost:
 
     sampling_prob: float
     num_examples: int
-    truncated_batch_size: int
-    noise_multiplier: float
+    truncated_batch_size: int  # the size of the largest batch
+    noise_multiplier: float  # 0 for no privacy
     is_clipped: bool  # whether the norm of a contribution has a bound
     num_coordinates: int  # the entries that receive noise, or an upper bound
     neighboring_relation: dp_accounting.NeighboringRelation

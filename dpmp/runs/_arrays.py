@@ -41,7 +41,7 @@ def types_of(state: PyTree) -> dict[str, str]:
 def check_same_types(required: str, **types: dict[str, str]) -> None:
     """Raises ValueError unless two results of `types_of`, each with a name, agree."""
     one, other = types.values()
-    for name in one | other:
+    for name in other | one:
         found: dict[str, Any] = {of: each.get(name) for of, each in types.items()}
         if one.get(name) != other.get(name):
             _validate.fail(required, array=name, **found)

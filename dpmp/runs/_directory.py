@@ -42,7 +42,7 @@ from dpmp.runs._ledger import Ledger, Record
 from dpmp.runs._spent import Segment, Spent
 
 _FACTS = "facts.json"
-_RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes, for a ledger's line
+_RESERVE, _RESERVED = "reserve", 8192  # a file, and its bytes
 _NO_FILE = FileNotFoundError, IsADirectoryError, NotADirectoryError
 
 
@@ -65,7 +65,10 @@ class RunDirectory:
         return sorted(int(x) for x in names if x.isdecimal() and x == str(int(x)))
 
     def recover(self) -> None:
-        """Finishes a release that was interrupted, or removes a pending checkpoint."""
+        """Finishes a release that was interrupted, or removes a pending checkpoint.
+
+        Reserves disk space for one more line of the ledger.
+        """
         flags = os.O_WRONLY | os.O_CREAT
         with files_required("a run must be able to write into its directory"):
             with _files.open_file(self.path / _RESERVE, flags) as descriptor:
@@ -134,7 +137,10 @@ class RunDirectory:
     def release(
         self, state: PyTree, segment: Segment, facts: dict[str, Any], *, keep: int = 3
     ) -> None:
-        """Releases a state and the steps before it; see the top of this file."""
+        """Releases a state and the steps before it; see the top of this file.
+
+        The newest `keep` checkpoints are kept, each with its facts, numbers and texts.
+        """
         nonce, types = random_id(), _arrays.types_of(state)
         facts = {"step": segment.stop, "nonce": nonce, **facts, "shapes": types}
 
@@ -260,9 +266,10 @@ def _facts_of(checkpoint: pathlib.Path) -> dict[str, Any] | None:
     """The facts of a checkpoint, or None if they are damaged."""
     try:
         facts = json.loads((checkpoint / _FACTS).read_text())
-        return facts if isinstance(facts["nonce"], str) else None
+        hash(facts["nonce"])  # TypeError for what no ledger can have
     except (KeyError, RecursionError, TypeError, ValueError, *_NO_FILE):
         return None
+    return facts
 
 
 def _require_new_ledger(is_new: bool, checkpoint: pathlib.Path) -> None:
@@ -281,7 +288,10 @@ def _require_new_ledger(is_new: bool, checkpoint: pathlib.Path) -> None:
 def opened(
     directory: str | os.PathLike[str], *, delta: float | None = None
 ) -> Iterator[RunDirectory]:
-    """Opens the directory of a run; the first of several processes locks it."""
+    """Opens the directory of a run; the first of several processes locks it.
+
+    Records of the ledger say that the run was planned for `delta`.
+    """
     path = checked_path(directory)
     of_run = path.name == CHECKPOINTS and (path.parent / _ledger.NAME).exists()
     if of_run or (path / _FACTS).exists():

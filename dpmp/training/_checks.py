@@ -95,8 +95,8 @@ def checked_stop(stop_at: Any, state: Any, iterations: int) -> int:
 
 
 def check_next_step(mechanism: DPSGD, state: Any, batch: PyTree = None) -> None:
-    """Raises ValueError unless `train_step` may go on from a state."""
-    # Otherwise secrets tie steps together, which only `fit` keeps.
+    """Raises ValueError unless a step alone, without `fit`, may follow a state."""
+    # Secrets that only `fit` keeps tie the steps of other mechanisms together.
     if not mechanism.makes_steps_alone:
         _validate.fail(
             "random allocation and correlated noise tie steps together, so fit must "
@@ -169,8 +169,8 @@ def _is_real_scalar(x: Any) -> bool:
 
 def is_used_up(state: Any) -> bool:
     """Whether a step has reused arrays of a state, or somebody has deleted them."""
-    leaves = jax.tree.leaves(state)
-    return any(x.is_deleted() for x in leaves if isinstance(x, jax.Array))
+    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    return any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in arrays)
 
 
 def check_is_state(state: Any) -> None:

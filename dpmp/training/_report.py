@@ -1,7 +1,8 @@
 """Reports a run: a bar on a terminal, plain lines elsewhere, and lines for a file.
 
 Reports are made of step counts, epsilons, released metrics, numbers of callbacks, and
-times. Nothing else that depends on the data reaches them.
+times. Nothing else that depends on the data reaches them. The first line is made of the
+mechanism and of shapes, for which examples 0 and 1 may be loaded.
 """
 
 import contextlib

@@ -291,15 +291,11 @@ class Step:
                 updates, opt_state = self.optimizer.update(
                     noisy, state.opt_state, params
                 )
-        except (IndexError, TypeError, ValueError) as error:
-            if isinstance(error, _validate.RefusedError):
-                raise
+        except TypeError as error:
             _validate.fail(
-                "optimizer.update must be a function of (updates, state, params), "
-                "where the updates are one noisy gradient, with the structure of the "
-                "parameters. An optimizer that asks for losses, as a line search does, "
-                "or for per-example gradients cannot have them, because they have no "
-                "noise: use optax.adam(1e-3), say.",
+                "optimizer.update must be a function of (updates, state, params). An "
+                "optimizer that asks for losses, as a line search does, cannot have "
+                "them, because they have no noise: use optax.adam(1e-3), say.",
                 reason=str(error),
             )
         # Some nodes, such as modules of NNX, are equal to themselves alone.

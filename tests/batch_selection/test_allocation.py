@@ -143,3 +143,9 @@ def test_numbers_out_of_range_are_refused(wrong, message):
 
 def test_numpy_numbers_are_sizes_and_many_steps_take_no_memory():
     assert len(RandomAllocation(2**62, 2**62).drawer(np.uint8(200))(0, KEY)) == 0
+
+
+def test_an_epoch_has_no_variables_that_a_report_could_show():
+    epoch = _allocation._Epoch(KEY, 0, 3, 12)
+    assert not hasattr(epoch, "__dict__")
+    assert str(KEY) not in repr(epoch)
