@@ -170,9 +170,12 @@ class AdaptiveClipNorm:
     def fraction(
         self, noisy_count: jax.Array, l2_norm_bound: float, expected_batch_size: float
     ) -> jax.Array:
-        """The noisy fraction of examples within the clip norm."""
-        # The expected batch size stands for that of the batch, which is sensitive. This
-        # matters little: equal numbers on both sides count as half in any batch.
+        """The noisy fraction of examples within the clip norm.
+
+        The expected batch size stands for the size of the batch, which is sensitive.
+        This matters little: an equal number of examples on both sides counts as half of
+        them in a batch of any size.
+        """
         one = self.max_coordinate(l2_norm_bound)
         return 0.5 + noisy_count * (0.5 / one / expected_batch_size)
 

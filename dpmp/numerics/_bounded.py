@@ -80,7 +80,8 @@ def norm_bound_for_clipping(
     """Returns the divisor of the target norm that gives the coefficient: (B,).
 
     The arguments are V, E, their counts of roundings, m, the number of products that V
-    and E are sums of, and eta.
+    and E are sums of, and eta. Raises ValueError for examples so long that almost every
+    gradient would be scaled down more than its norm requires.
     """
     kappa = largest_condition_number(group_size, roundings)
     if not kappa >= 1:

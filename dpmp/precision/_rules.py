@@ -145,16 +145,16 @@ def checked_paths(
 ) -> list[str]:
     """The paths of parameters; ValueError for an expression that is found in none."""
     paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    unused = [
+    unused = {
         expression
         for expression in expressions
         if not any(re.search(expression, path) for path in (*paths, *others))
-    ]
+    }
     if unused:
         _validate.fail(
             f"every expression in {what} must be found in a parameter's path. The "
             f"first ones are {', '.join(paths[:8])}.",
-            unused=unused,
+            unused=sorted(unused),
         )
     return paths
 

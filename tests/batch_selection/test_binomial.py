@@ -78,7 +78,7 @@ def test_the_table_of_a_large_dataset_holds_the_binomial_distribution(num_trials
 
 
 def test_the_proof_covers_the_widest_table():
-    # The smallest K whose tail Hoeffding's inequality puts below the last weight.
+    # R of docs/proofs.md: Hoeffding's inequality puts its tail below the last weight.
     num_trials = 2**63 - 1
     log_weight = 256 * math.log(2) + math.log(num_trials + 1)
     width = 2 + math.isqrt(math.ceil(num_trials * log_weight / 2))

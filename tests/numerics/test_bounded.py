@@ -1,4 +1,4 @@
-"""The proof of `dpmp.numerics._bounded`, tried on factors that are made to break it."""
+"""The proof of bounded sums, tried on factors that are made to break it."""
 
 import functools
 

@@ -321,8 +321,17 @@ def over_groups(
         lambda x: x.reshape(-1, at_once, size, *x.shape[1:]), examples
     )
 
-    def sum_groups(i: Any) -> list[jax.Array]:
-        sums = jax.vmap(sum_group)(jax.tree.map(lambda x: x[i], examples))
-        return [x.sum(0, dtype=x.dtype) for x in sums]
+    def sum_groups(examples: Any) -> list[jax.Array]:
+        return [x.sum(0, dtype=x.dtype) for x in jax.vmap(sum_group)(examples)]
 
-    return reduction.sum_examples(sum_groups, num_groups // at_once, add=jnp.add)
+    first = jax.tree.map(lambda x: x[0], examples)
+    if at_once == num_groups:
+        return sum_groups(first)
+
+    # The order of integers does not matter. So there is one copy of the sum, where
+    # `reduction.sum_examples` has one for each of its loops.
+    def step(total: list[jax.Array], examples: Any) -> tuple[list[jax.Array], None]:
+        return jax.tree.map(jnp.add, total, sum_groups(examples)), None
+
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(sum_groups, first)]
+    return jax.lax.scan(step, zeros, examples)[0]
