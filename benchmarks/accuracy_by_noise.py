@@ -117,7 +117,7 @@ def _mechanism(
 
 def _with_error(values: Sequence[float]) -> dict[str, float]:
     mean, error = harness.mean_and_error(values)
-    return {"mean": round(mean, 4), "error": round(error, 4)}
+    return {"mean": round(mean, 4), "error": round(error, 4) if values[1:] else 0.0}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import math
 import os
 import pathlib
 import platform
@@ -216,8 +217,8 @@ def rounded(
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean over seeds, and its standard error; 0 for a single seed."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    """The mean over seeds, and its standard error; NaN for a single seed."""
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     return statistics.fmean(values), deviation / len(values) ** 0.5
 
 

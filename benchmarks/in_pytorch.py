@@ -107,8 +107,9 @@ class _Block(nn.Module):
         self.up, self.down = _linear(p["up"]), _linear(p["down"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.norms[0](x)).reshape(*x.shape[:2], self.heads, 3, -1)
-        q, k, v = (y.transpose(1, 2) for y in parts.unbind(dim=3))
+        size = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
+        parts = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
+        q, k, v = (y.reshape(size).transpose(1, 2) for y in parts)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
         hidden = nn.functional.gelu(self.up(self.norms[1](x)), approximate="tanh")

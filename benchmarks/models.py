@@ -108,23 +108,12 @@ def transformer(
             "norms": jnp.ones((2, width), dtype),
         }
 
-    blocks = [block() for _ in range(depth)]
-    if scan:
-        blocks = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks)
     params = {
-        "blocks": blocks,
+        "blocks": _layers(block, depth, scan=scan),
         "embed": _normal(next(keys), (vocabulary, width), dtype),
         "position": _normal(next(keys), (length, width), dtype),
         "head": _normal(next(keys), (width, vocabulary), dtype),
     }
-
-    shape = (batch_size, length)
-    tokens = jax.random.randint(next(keys), shape, 0, vocabulary)
-    return Task(transformer_loss(heads, scan=scan), params, {"tokens": tokens})
-
-
-def transformer_loss(heads: int, *, scan: bool = False) -> Callable[..., jax.Array]:
-    """The loss of `transformer`."""
 
     def apply_block(x, p):
         x = x + _attend(_rms_norm(x, p["norms"][0]) @ p["qkv"], heads) @ p["out"]
@@ -132,15 +121,12 @@ def transformer_loss(heads: int, *, scan: bool = False) -> Callable[..., jax.Arr
 
     def loss_fn(params, batch):
         x = params["embed"][batch["tokens"]] + params["position"]
-        if scan:
-            x, _ = jax.lax.scan(
-                lambda x, p: (apply_block(x, p), None), x, params["blocks"]
-            )
-        else:
-            x = reduce(apply_block, params["blocks"], x)
+        x = _through(apply_block, params["blocks"], x, scan=scan)
         return cross_entropy((x @ params["head"])[:, :-1], batch["tokens"][:, 1:])
 
-    return loss_fn
+    shape = (batch_size, length)
+    tokens = jax.random.randint(next(keys), shape, 0, vocabulary)
+    return Task(loss_fn, params, {"tokens": tokens})
 
 
 def cnn(dtype: Any, batch_size: int = 64) -> Task:
@@ -220,14 +206,30 @@ def lstm(
 
 
 def _attend(qkv: jax.Array, heads: int) -> jax.Array:
-    """Causal attention, from (B, T, heads * 3 * channels) to (B, T, width)."""
-    size, length, _ = qkv.shape
-    q, k, v = jnp.moveaxis(qkv.reshape(size, length, heads, 3, -1), 3, 0)
+    """Causal attention, from (B, T, 3 * width) to (B, T, width)."""
+    size, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    q, k, v = (
+        y.reshape(size, length, heads, width // heads)
+        for y in jnp.split(qkv, 3, axis=-1)
+    )
     scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32)
-    causal = jnp.tri(length, dtype=bool)
-    scores = jnp.where(causal, scores / math.sqrt(q.shape[-1]), -1e9)
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    scores = jnp.where(causal, scores / math.sqrt(width // heads), -1e9)
     weights = jax.nn.softmax(scores).astype(qkv.dtype)
-    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(size, length, -1)
+    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(size, length, width)
+
+
+def _layers(block: Callable[[], Any], depth: int, *, scan: bool) -> Any:
+    """Parameters of layers in a list, or stacked for a loop over them."""
+    blocks = [block() for _ in range(depth)]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *blocks) if scan else blocks
+
+
+def _through(apply_block: Any, blocks: Any, x: jax.Array, *, scan: bool) -> jax.Array:
+    """One layer after the other, written out or in a loop."""
+    if not scan:
+        return reduce(apply_block, blocks, x)
+    return jax.lax.scan(lambda x, p: (apply_block(x, p), None), x, blocks)[0]
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

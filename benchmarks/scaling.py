@@ -8,30 +8,25 @@ meshes of 1, 8, 64 and 256 devices that are not there: virtual CPU devices, and 
 in place of arrays. Nothing is run. `--model 8B` has more parameters. It records the
 bytes of each device and the collectives, with whole parameters on each device, and with
 parameters and optimizer sharded over the devices. With `--topologies h100:1x8x8` it
-compiles for 64 GPUs, which takes `pip install --no-deps jax-cuda12-plugin
-jax-cuda12-pjrt`, of the version of jax, and no GPU. As kernels are not tried out on a
-device, those in a program may be others than are chosen on one. With `v5p:2x2x2` it
-compiles for TPUs, which takes `pip install libtpu`, and no TPU. With `--model-axis 8`,
-groups of eight devices divide each product of the model. With `--lora 16`, the model is
-frozen, and adapters of rank 16 for all matrices of its layers are trained.
+compiles for 64 GPUs (see h100.py), and with `v5p:2x2x2` for TPUs, which takes `pip
+install libtpu`, and no TPU. With `--model-axis 8`, groups of eight devices divide each
+product of the model. With `--lora 16`, the model is frozen, and adapters of rank 16 for
+all matrices of its layers are trained.
 
 Every mesh has a process of its own.
 """
 
+from benchmarks import h100  # before jax
+
+# isort: split
 import concurrent.futures
 import functools
 import math
 import multiprocessing
-import os
-import pathlib
 import sys
 import time
 from typing import Any, NamedTuple
 from unittest import mock
-
-# Before jax is there: the plugin would look for a driver, and stop at that.
-os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +34,10 @@ import numpy as np
 from jax.experimental import topologies
 
 import dpmp
-from benchmarks import harness, models, steps
+from benchmarks import harness, steps
 from benchmarks.collectives import collectives
 from benchmarks.gpu.programs import REPEATABLE
+from benchmarks.transformer import transformer
 from dpmp import _meshes
 from dpmp import lora as adapters
 
@@ -64,13 +60,25 @@ _PLACES = {
     "norms": jax.P(),
     "head": jax.P("data", "model"),
 }
-_ADAPTED = "blocks/(qkv|out|up|down)"
-# An H100 with 80 GB, as XLA describes devices.
-_H100 = pathlib.Path(__file__).with_name("h100.textproto")
-# Kernels of Triton have to be tried out on a device, and without that some tiles fit
-# no product.
-_OPTIONS_OF_H100 = {"xla_gpu_enable_triton_gemm": False}
+_ADAPTED = "layers/(qkv|out|up|down)"
 _LARGE_MICROBATCH, _NUM_MICROBATCHES = 1, 4
+
+
+def make_trainer(
+    loss_fn: Any, params: Any, batch_size: int, microbatch_size: int
+) -> dpmp.DPTrainer:
+    """A trainer with book-keeping in bfloat16 and Adam."""
+    return steps.make_trainer(
+        loss_fn,
+        "mixed_bfloat16",
+        num_examples=1024 * batch_size,
+        expected_batch_size=0.8 * batch_size,
+        truncated_batch_size=batch_size,
+        microbatch_size=microbatch_size,
+        iterations=12,
+        method="book_keeping",
+        num_parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+    )
 
 
 def make_mesh(topology: str = "", model_axis: int = 1) -> jax.sharding.Mesh:
@@ -78,24 +86,12 @@ def make_mesh(topology: str = "", model_axis: int = 1) -> jax.sharding.Mesh:
     devices = jax.devices()
     kind, _, name = topology.partition(":")
     if kind == "h100":
-        devices = _h100s(name).devices
+        devices = h100.topology(name).devices
     elif topology:
         devices = topologies.get_topology_desc(topology, "tpu").devices
     auto = (jax.sharding.AxisType.Auto,) * 2
     grid = np.array(devices).reshape(-1, model_axis)
     return jax.sharding.Mesh(grid, ("data", "model"), axis_types=auto)
-
-
-def _h100s(name: str) -> Any:
-    """Devices that are not there: slices x hosts x devices of a host."""
-    if not harness.is_installed("jax_cuda12_plugin"):
-        raise SystemExit(
-            "The plugin of jax for CUDA must be installed; it was not found. Run: "
-            "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt"
-        )
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=_H100.read_text(), topology=name
-    )
 
 
 def place_of(path: Any, mesh: jax.sharding.Mesh) -> jax.NamedSharding:
@@ -117,104 +113,96 @@ class _Run(NamedTuple):
     frozen: Any  # a tree of shapes with shardings
 
 
-def _lowered(
-    loss_fn: Any, params: Any, batch: Any, make: Any, place: Any, rank: int | None
+def _full(loss_fn: Any, params: Any, tokens: Any, make: Any, place: Any) -> _Run:
+    """Trains all parameters."""
+    trainer = make(loss_fn, params)
+    state = place(jax.eval_shape(trainer.init, params))
+    return _Run(trainer.lower(state, tokens), trainer.mechanism.num_parameters, ())
+
+
+def _lora(
+    loss_fn: Any, params: Any, tokens: Any, make: Any, place: Any, rank: int
 ) -> _Run:
-    """Trains all parameters, or adapters of parameters in bfloat16.
+    """Trains adapters of parameters in bfloat16.
 
     `DPTrainer` makes arrays that a loss uses an argument of its step. Here, shapes
     stand for them, so the program around that step has this argument.
     """
-    frozen, trained = (), params
-    if rank:
-        narrow = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-        frozen = jax.tree.map(lambda x: narrow(x.shape), params)
+    frozen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+    example = jax.eval_shape(lambda x: x[:1], tokens)
 
-        def init(frozen: Any, batch: Any) -> Any:
-            args = {"fun": loss_fn, "example_args": (batch,)}
-            return adapters.init(jax.random.key(0), frozen, rank, _ADAPTED, **args)
+    def init(frozen: Any, example: Any) -> Any:
+        args = {"fun": loss_fn, "example_args": (example,)}
+        return adapters.init(jax.random.key(0), frozen, rank, _ADAPTED, **args)
 
-        example = jax.eval_shape(lambda x: jax.tree.map(lambda x: x[:1], x), batch)
-        trained = jax.eval_shape(init, frozen, example)
-    num_trained = sum(math.prod(x.shape) for x in jax.tree.leaves(trained))
+    trained = jax.eval_shape(init, frozen, example)
 
     def trainer(frozen: Any) -> dpmp.DPTrainer:
-        loss = adapters.apply(loss_fn, frozen) if rank else loss_fn
-        return make(loss, num_parameters=num_trained)
+        return make(adapters.apply(loss_fn, frozen), trained)
 
     def first_state(frozen: Any, trained: Any) -> Any:
         return trainer(frozen).init(trained)._replace(spent=None)
 
     state = place(jax.eval_shape(first_state, frozen, trained))
-    placed = place(frozen)
+
+    def step(frozen: Any, state: Any, keys: Any, batch: Any, is_padding: Any) -> Any:
+        make_program = trainer(frozen)._step.make_program
+        program, constants = make_program(places, tokens, spec_of)
+        return program(state, keys, batch, is_padding, (), constants)
+
+    places, placed = state, place(frozen)
     specs = {x.shape: x.sharding.spec for x in jax.tree.leaves(placed)}
 
     def spec_of(x: Any) -> jax.P:
         return specs.get(x.shape, jax.P())
 
-    def step(frozen: Any, given: Any, keys: Any, rows: Any, is_padding: Any) -> Any:
-        program, constants = trainer(frozen)._step.make_program(state, batch, spec_of)
-        return program(given, keys, rows, is_padding, (), constants)
-
     keys = [jax.ShapeDtypeStruct((4,), jnp.uint32)] * 3
-    is_padding = jax.ShapeDtypeStruct(batch["tokens"].shape[:1], jnp.bool_)
+    is_padding = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.bool_)
     jitted = jax.jit(
         step,
         donate_argnums=1,
         # In the shapes, shardings would become types, which bind a loop to one mesh.
         in_shardings=(jax.tree.map(lambda x: x.sharding, placed), *[None] * 4),
     )
-    lowered = jitted.lower(frozen, state, keys, batch, is_padding)
+    lowered = jitted.lower(frozen, state, keys, tokens, is_padding)
+    num_trained = sum(math.prod(x.shape) for x in jax.tree.leaves(trained))
     return _Run(lowered, num_trained, placed)
 
 
 def compile_step(
-    devices: int,
-    topology: str,
-    shards_parameters: bool,
     *,
+    shards_parameters: bool,
     model: str,
     layers: int | None,
     length: int,
+    topology: str,
     model_axis: int,
     rank: int | None,
 ) -> dict[str, Any]:
     """Compiles the step of a large model; returns bytes and collectives."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
     mesh, start = make_mesh(topology, model_axis), time.monotonic()
+    whole = jax.NamedSharding(mesh, jax.P())
     shape = _LARGE[model] | ({"layers": layers} if layers else {})
-    heads, sizes = shape["num_heads"], {k: shape[k] for k in ("width", "vocabulary")}
-    sizes |= {"depth": shape["layers"], "heads": heads, "length": length}
-    task = functools.partial(models.transformer, jnp.float32, 1, scan=True, **sizes)
-    params = jax.eval_shape(lambda: task().params)
+    params, loss_fn = transformer(**shape, length=length)
     microbatch_size = _LARGE_MICROBATCH * mesh.shape["data"]
     batch_size = _NUM_MICROBATCHES * microbatch_size
-    make = functools.partial(
-        steps.make_trainer,
-        policy="mixed_bfloat16",
-        num_examples=1024 * batch_size,
-        expected_batch_size=0.8 * batch_size,
-        truncated_batch_size=batch_size,
-        microbatch_size=microbatch_size,
-        iterations=12,
-        method="book_keeping",
-    )
+
+    def make(loss_fn: Any, params: Any) -> dpmp.DPTrainer:
+        return make_trainer(loss_fn, params, batch_size, microbatch_size)
 
     def placed(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        whole = jax.NamedSharding(mesh, jax.P())
         place = place_of(path, mesh) if shards_parameters else whole
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     place = functools.partial(jax.tree_util.tree_map_with_path, placed)
     by_example = jax.NamedSharding(mesh, jax.P("data"))
     tokens = jax.ShapeDtypeStruct((batch_size, length), jnp.int32, sharding=by_example)
-    options: Any = _OPTIONS_OF_H100 | REPEATABLE if topology.startswith("h100") else {}
-    loss_fn = models.transformer_loss(heads, scan=True)
+    options: Any = h100.OPTIONS | REPEATABLE if topology.startswith("h100") else {}
+    args = loss_fn, params, tokens, make, place
     # jax does not know the memory of a device that it does not have.
     memory = 2**36 if topology.startswith("h100") else _meshes.memory_of_device()
     with mock.patch.object(_meshes, "memory_of_device", return_value=memory):
-        run = _lowered(loss_fn, params, {"tokens": tokens}, make, place, rank)
+        run = _lora(*args, rank) if rank else _full(*args)
     compiled: Any = run.lowered.compile(options)
     used = compiled.memory_analysis()
     found = collectives(compiled.as_text())
@@ -250,6 +238,23 @@ def _of_frozen_model(frozen: Any) -> dict[str, int]:
     return {"num_frozen": num_frozen, "bytes_of_frozen_model": sum(num_bytes)}
 
 
+def _apart(devices: int, **task: Any) -> harness.Lines:
+    """Compiles in a process of its own; no figures if that fails."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
+        running = pool.submit(_compile_for, devices, task)
+    try:
+        yield running.result()
+    except Exception as error:  # the other meshes go on
+        sys.stderr.write(f"failed: {task} on {devices} devices: {error}\n")
+
+
+def _compile_for(devices: int, task: dict[str, Any]) -> dict[str, Any]:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    return compile_step(**task)
+
+
 def benchmark(
     devices: str = "",
     topologies: str = "",
@@ -265,16 +270,11 @@ def benchmark(
     size |= {"model_axis": model_axis, "rank": lora}
     numbers = [int(n) for n in devices.split()] or [1, 8, 64, 256]
     meshes = [(1, x) for x in topologies.split()] or [(n, "") for n in numbers]
-    spawn = multiprocessing.get_context("spawn")
-    for mesh in meshes:
-        is_one = mesh == (1, "")
+    for num, topology in meshes:
+        is_one = num == 1 and not topology
         for shards in (False,) if is_one else (True,) if sharded else (False, True):
-            with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
-                running = pool.submit(compile_step, *mesh, shards, **size)
-            try:
-                yield running.result()
-            except Exception as error:  # the other meshes go on
-                sys.stderr.write(f"failed: {mesh}, {shards}, {size}: {error}\n")
+            task = {**size, "shards_parameters": shards, "topology": topology}
+            yield from _apart(num, **task)
 
 
 if __name__ == "__main__":

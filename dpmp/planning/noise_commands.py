@@ -121,10 +121,10 @@ def _epsilon(args: argparse.Namespace, mechanism: DPSGD) -> _Result:
     """Computes epsilon for a noise multiplier."""
     epsilon = mechanism.guarantee().epsilon
     text = f"epsilon {round_up(epsilon)} at delta {args.delta}"
-    if math.isinf(epsilon):
-        text = f"{text}\n{mechanism.statement()}"
-    elif args.delta >= 1 / args.num_examples:
+    if args.delta >= 1 / args.num_examples:
         text += ", which allows that one of the examples is published: use less"
+    if math.isinf(epsilon):
+        text += f"\n{mechanism.statement()}"
     finite = epsilon if math.isfinite(epsilon) else None  # JSON has no infinity
     return text, {"epsilon": finite, "delta": args.delta}
 

@@ -47,6 +47,7 @@ def test_epsilon_is_the_mechanisms_rounded_up(capsys):
     little = run(capsys, "epsilon", *RUN, *NOISE, "--noise-multiplier", "0.02")
     assert "inf" in little
     assert "so little noise" in " ".join(little.split())  # the reason
+    assert "is published" in run(capsys, "epsilon", *RUN, *none, "--delta", "0.1")
     assert epsilon(capsys, *none) is None  # JSON has no infinity
 
 
