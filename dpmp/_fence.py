@@ -4,9 +4,9 @@ A compiler may fuse a computation into each operation that reads its result. It 
 repeats the computation for each reader. The repetitions may differ: it may contract a
 product into an addition in one place and not in the other, or use the float32 number
 from which a 16-bit value was rounded. A norm would then belong to other numbers than
-the sum. An `optimization_barrier` does not help: XLA's
-CPU compiler removes it before it decides what to fuse. The results of a branch
-(`jax.lax.cond`) are always stored in memory, and nothing is fused across its end.
+the sum. An `optimization_barrier` does not help: XLA's CPU compiler removes it before
+it decides what to fuse. The results of a branch (`jax.lax.cond`) are always stored in
+memory, and nothing is fused across its end.
 """
 
 import math

@@ -80,6 +80,20 @@ def test_links_to_files_lead_somewhere():
             assert (page.parent / target).exists(), (page, target)
 
 
+def test_no_line_break_ends_a_formula():
+    broken = []
+    for page in PAGES:
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
+        for paragraph in re.split(r"\n\s*\n", text):
+            # A new line may begin an item of a list, but not within a formula.
+            items = re.finditer(r"\n *[-+*] ", paragraph)
+            odd = [x for x in items if paragraph[: x.start()].count("$") % 2]
+            # A formula of its own begins a paragraph.
+            if odd or re.search(r"\n *\$\$", paragraph) or paragraph.count("$") % 2:
+                broken.append((page.name, paragraph[:60]))
+    assert not broken
+
+
 def test_messages_of_the_guide_are_those_of_the_code():
     texts = [
         node.value
