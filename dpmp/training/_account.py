@@ -44,7 +44,11 @@ class Account:
         directory: runs.RunDirectory | None = None,
         others: runs.Spent | None = None,
     ) -> "Account":
-        """The account of steps after a state, whose past the ledger gets; a new id."""
+        """The account of steps after a state, under a new id.
+
+        The steps that led to the state, the failed steps, and `others`, which someone
+        has seen too, are added to the ledger of the directory.
+        """
         past = past_of(mechanism, state).beside(failed)
         seen = before = past.beside(others or past)
         check_same_past(seen)
@@ -223,10 +227,12 @@ def past_of(mechanism: DPSGD, state: TrainingState) -> runs.Spent:
 def newest(
     state: TrainingState, directory: runs.RunDirectory | None
 ) -> tuple[TrainingState, list[dict[str, Any]], int | None]:
-    """The state, or the newest checkpoint if it has more steps; its metrics; a number.
+    """The state, or the newest checkpoint if it has more steps.
 
-    That is the number of steps of the newest checkpoint: 0 without any, and None if it
-    has another state of as many steps.
+    Returns:
+      The state, the metrics of its checkpoint, and the number of steps of the newest
+      checkpoint, 0 without any. The number is None if this checkpoint has another state
+      of as many steps.
     """
     step = int(state.step)
     found = directory and directory.newest(state._replace(spent=None), step)
